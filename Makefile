@@ -1,0 +1,39 @@
+# Everything a person needs: `make demo`, `make test`. Both set up .venv themselves, once.
+#   PYTHON=python3.12   the interpreter to make .venv from (its torch is used when it has a suitable one)
+#   JSON=1              the demo's last line is one JSON object
+#   ARGS=...            more arguments for the demo, the tests or the benchmark
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_ARGS := $(if $(filter-out 0,$(JSON)),--json) $(ARGS)
+
+.PHONY: demo test test-all lint bench clean venv
+
+demo: $(VENV)/ready
+	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
+
+test: $(VENV)/ready
+	@$(BIN)/python -m pytest -m "not slow and not soak" $(ARGS)
+
+test-all: $(VENV)/ready
+	@$(BIN)/python -m pytest $(ARGS)
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit/test_layout_imports.py
+
+bench: $(VENV)/ready
+	@$(BIN)/python bench/recovery.py $(ARGS)
+
+venv: $(VENV)/ready
+
+$(VENV)/ready: pyproject.toml constraints.txt tools/venv.py
+	@command -v "$(PYTHON)" >/dev/null || { echo "p2pstate: no interpreter '$(PYTHON)'; name one: make demo PYTHON=python3.12" >&2; exit 1; }
+	@"$(PYTHON)" tools/venv.py $(VENV)
+
+clean:
+	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
