@@ -1,0 +1,12 @@
+"""Live training objects <-> named leaves <-> bytes, and back in place.
+
+``TrainingState`` is the way in and out; ``Layout`` says where leaves lie in a region of memory; ``codec`` writes the
+plain values. The vocabulary is ``Leaf`` (one named tensor) and ``Scope`` (who else holds it).
+"""
+
+from p2pstate.state.errors import LeafError
+from p2pstate.state.layout import Layout
+from p2pstate.state.leaves import Leaf, Scope
+from p2pstate.state.training_state import Collected, TrainingState
+
+__all__ = ["Collected", "Layout", "Leaf", "LeafError", "Scope", "TrainingState"]

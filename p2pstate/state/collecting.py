@@ -1,0 +1,110 @@
+"""Trees of state on their way out: tensors become leaves, plain values become MessagePack types.
+
+In: nested values with tensors in them. Out: leaves in ``Collector.leaves``, lowered trees in which a reference stands
+for each tensor. Invariant: one leaf per tensor and path; nothing is copied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from p2pstate.state.codec import Path, TensorRef, lower, path_text
+from p2pstate.state.leaves import Leaf, Scope, describe, plain_parts
+
+__all__ = ["Collector", "FlatDicts"]
+
+
+class Collector:
+    """Gathers the leaves of one capture."""
+
+    def __init__(self) -> None:
+        self.leaves: list[Leaf] = []
+
+    def add(self, name: str, tensor: torch.Tensor, scope: Scope) -> None:
+        for part, plain in plain_parts(name, tensor):
+            self.leaves.append(Leaf(part, plain, scope))
+
+    def tree(self, value: Any, path: Path, scope: Scope) -> Any:
+        """``value`` lowered; its tensors become leaves named by their paths."""
+
+        def take(at: Path, tensor: torch.Tensor) -> Any:
+            name = path_text(at)
+            self.add(name, tensor, scope)
+            return _lowered(describe(name, tensor))
+
+        return lower(value, path, take)
+
+
+_LOWERED: dict[TensorRef, Any] = {}
+
+
+def _lowered(ref: TensorRef) -> Any:
+    """References are few and equal ones are many."""
+    if len(_LOWERED) > 256:
+        _LOWERED.clear()
+    lowered = _LOWERED.get(ref)
+    if lowered is None:
+        lowered = _LOWERED[ref] = ref.lowered()
+    return lowered
+
+
+@dataclass(slots=True)
+class _Flat:
+    scope: Scope
+    keys: list[Any]
+    tensors: list[torch.Tensor]
+    locals: list[torch.Tensor]
+    devices: list[torch.device]
+    leaves: list[Leaf]
+    lowered: Any
+
+
+class FlatDicts:
+    """Remembers what became of dicts that hold only tensors, which most optimizer state is.
+
+    A remembered dict is used again only if every tensor in it is the same object over the same local tensor on the same
+    device; the leaves alias live memory, so values are always current.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Flat] = {}
+
+    def tree(self, collector: Collector, value: Any, name: str, scope: Scope) -> Any:
+        flat = self._known.get(name)
+        if flat is not None and flat.scope is scope and type(value) is dict and self._holds(flat, value):
+            collector.leaves += flat.leaves
+            return flat.lowered
+        before = len(collector.leaves)
+        lowered = collector.tree(value, name, scope)
+        self._known.pop(name, None)
+        if type(value) is dict and all(_is_simple(tensor) for tensor in value.values()):
+            tensors = list(value.values())
+            locals_ = [_local(tensor) for tensor in tensors]
+            devices = [tensor.device for tensor in tensors]
+            leaves = collector.leaves[before:]
+            self._known[name] = _Flat(scope, list(value), tensors, locals_, devices, leaves, lowered)
+        return lowered
+
+    @staticmethod
+    def _holds(flat: _Flat, value: dict[Any, Any]) -> bool:
+        if list(value) != flat.keys:
+            return False
+        for item, tensor, local, device in zip(value.values(), flat.tensors, flat.locals, flat.devices, strict=True):
+            if item is not tensor or _local(tensor) is not local or tensor.device != device:
+                return False
+        return True
+
+
+def _is_simple(value: Any) -> bool:
+    kind = type(value)
+    if kind is DTensor:
+        value = value._local_tensor
+    return type(value) is torch.Tensor and not value.requires_grad
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    return tensor._local_tensor if type(tensor) is DTensor else tensor

@@ -1,0 +1,125 @@
+"""Any tensor of the training state as named plain tensors that alias its memory, and bytes written back into it.
+
+In: live tensors (parameters, buffers, optimizer state; DTensors and traceable subclasses among them). Out: ``Leaf``s
+whose tensor is a detached ``torch.Tensor`` over the same memory; in-place writes by value.
+Invariants: nothing here copies, converts or allocates tensor data, and no autograd graph is touched. A DTensor's leaf
+is its local tensor; a wrapper subclass (``__tensor_flatten__``) becomes one leaf per inner tensor, named below it.
+Known limits: sparse, quantised (``torch.quantize_*``), nested and meta tensors are refused, and so are subclasses
+whose inner tensors cannot be named.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import Buffer, Parameter, is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from p2pstate.state.codec import TensorRef
+from p2pstate.state.errors import LeafError
+
+__all__ = ["Leaf", "Scope", "describe", "plain_parts", "write_into"]
+
+_PLAIN = (torch.Tensor, Parameter, Buffer)
+
+
+class Scope(Enum):
+    """Who else holds a leaf."""
+
+    RANK = "rank"  # only this rank has it
+    REPLICATED = "replicated"  # every rank of the (data-parallel) world has the same bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One named tensor of the state: plain, detached, aliasing live memory."""
+
+    name: str
+    tensor: torch.Tensor
+    scope: Scope
+
+
+def plain_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Named plain tensors that together are ``tensor``. LeafError names what cannot be captured."""
+    if type(tensor) in _PLAIN:
+        _check_plain(name, tensor)
+        return [(name, tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor)]
+    if isinstance(tensor, DTensor):
+        return plain_parts(name, local_of(tensor))
+    if is_lazy(tensor):
+        raise LeafError(name, "has no shape yet (a lazy module)", "run one forward pass before capturing")
+    wrapper: Any = tensor
+    if is_traceable_wrapper_subclass(wrapper):
+        parts: list[tuple[str, torch.Tensor]] = []
+        attributes, _ = wrapper.__tensor_flatten__()
+        for attribute in attributes:
+            if attribute == "_local_tensor" and len(attributes) == 1:  # a DTensor look-alike adds no name
+                return plain_parts(name, getattr(wrapper, attribute))
+            parts += plain_parts(f"{name}/{attribute}", getattr(wrapper, attribute))
+        return parts
+    kind = type(tensor)
+    raise LeafError(
+        name,
+        f"is a {kind.__module__}.{kind.__qualname__}, whose memory cannot be told from its type",
+        "give the class __tensor_flatten__, or hold its parts as plain tensors",
+    )
+
+
+def local_of(tensor: DTensor) -> torch.Tensor:
+    """The live local tensor (``to_local`` would make a new Parameter of it at every call)."""
+    local: Any = tensor._local_tensor
+    wait = getattr(local, "wait", None)  # an AsyncCollectiveTensor: the local tensor is still on its way
+    return wait() if wait is not None else local  # type: ignore[no-any-return]
+
+
+def describe(name: str, tensor: torch.Tensor) -> TensorRef:
+    """What a restore has to know to make this tensor anew."""
+    if isinstance(tensor, DTensor):
+        return TensorRef("dtensor", tensor.device.type, _part_names(name, tensor))
+    if type(tensor) in _PLAIN:
+        return TensorRef("plain", tensor.device.type)
+    return TensorRef(type(tensor).__qualname__, tensor.device.type, _part_names(name, tensor))
+
+
+def _part_names(name: str, tensor: torch.Tensor) -> tuple[str, ...]:
+    """Names below ``name``; none for a single part that has the name itself."""
+    names = [part.removeprefix(name) for part, _ in plain_parts(name, tensor)]
+    return () if names == [""] else tuple(names)
+
+
+def write_into(live: torch.Tensor, value: torch.Tensor) -> None:
+    """``live`` gets the elements of ``value`` (same shape and dtype), whatever its strides; under ``no_grad``.
+
+    Elements that share memory (a stride of 0) are written once.
+    """
+    assert live.shape == value.shape, (live.shape, value.shape)
+    assert live.dtype == value.dtype, (live.dtype, value.dtype)
+    if live.numel() == 0 or _same_memory(live, value):
+        return
+    if 0 in live.stride():
+        for dim, (size, stride) in enumerate(zip(live.shape, live.stride(), strict=True)):
+            if stride == 0 and size > 1:
+                live, value = live.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
+    live.copy_(value)
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (
+        a.data_ptr() == b.data_ptr()
+        and a.stride() == b.stride()
+        and a.device == b.device
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
+    )
+
+
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    if tensor.is_meta:
+        raise LeafError(name, "is on the meta device", "materialise and fill the model before capturing")
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+        kind = "quantised" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+        raise LeafError(name, f"is a {kind} tensor", "hold its parts (indices, codes, scales) as plain tensors")

@@ -1,0 +1,80 @@
+"""Objects that are not models or optimizers: schedulers, loaders, scalers, generators, and a dict of the user's own.
+
+In: anything with ``state_dict``/``load_state_dict``, random generator objects, a mutable mapping. Out: trees.
+Invariants: capture calls ``state_dict`` and nothing else. Restore gives ``load_state_dict`` a tree of its own copies,
+so that an object which keeps what it is given never points into a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any
+
+from p2pstate.state.collecting import Collector
+from p2pstate.state.errors import LeafError
+from p2pstate.state.leaves import Scope
+from p2pstate.state.rebuilding import Rebuilder
+from p2pstate.state.rng import generator_state, is_generator, set_generator_state
+
+__all__ = ["apply_extra", "check_object", "collect_extra", "collect_object", "plan_extra", "restore_object"]
+
+_GENERATOR = "generator"
+_VALUE = "value"
+
+
+def check_object(name: str, thing: Any) -> None:
+    """LeafError unless ``thing`` can be captured and restored."""
+    if is_generator(thing):
+        return
+    if not callable(getattr(thing, "state_dict", None)) or not callable(getattr(thing, "load_state_dict", None)):
+        raise LeafError(
+            name,
+            f"a {type(thing).__qualname__} has no state_dict and load_state_dict",
+            "add both methods, or keep its values in extra",
+        )
+
+
+def collect_object(collector: Collector, name: str, thing: Any) -> Any:
+    state = generator_state(thing) if is_generator(thing) else thing.state_dict()
+    return collector.tree(state, name, Scope.RANK)
+
+
+def restore_object(rebuilder: Rebuilder, name: str, thing: Any, tree: Any) -> None:
+    state = rebuilder.tree(tree, None, name, None)
+    if is_generator(thing):
+        set_generator_state(thing, state, name)
+    else:
+        thing.load_state_dict(state)
+
+
+def collect_extra(collector: Collector, extra: MutableMapping[str, Any]) -> list[Any]:
+    """Rows [key, kind, tree], in the mapping's order."""
+    rows: list[Any] = []
+    for key, value in extra.items():
+        if is_generator(value):
+            rows.append([key, _GENERATOR, collector.tree(generator_state(value), ("extra", key), Scope.RANK)])
+        else:
+            rows.append([key, _VALUE, collector.tree(value, ("extra", key), Scope.RANK)])
+    return rows
+
+
+def plan_extra(rebuilder: Rebuilder, extra: MutableMapping[str, Any], rows: list[Any]) -> list[Any]:
+    """Rows [key, live generator or None, value] for ``apply_extra``; live tensors that match stay. Writes nothing."""
+    planned: list[Any] = []
+    for key, kind, tree in rows:
+        live = extra.get(key)
+        if kind == _GENERATOR and not is_generator(live):
+            advice = "put a generator of the same kind there before restoring"
+            raise LeafError(f"extra/{key}", "was a random generator when captured and is none here", advice)
+        value = rebuilder.tree(tree, live, ("extra", key), None)
+        planned.append([key, live if kind == _GENERATOR else None, value])
+    return planned
+
+
+def apply_extra(extra: MutableMapping[str, Any], planned: list[Any]) -> None:
+    """Makes ``extra`` hold exactly what was planned, in its order."""
+    extra.clear()
+    for key, generator, value in planned:
+        if generator is not None:
+            set_generator_state(generator, value, f"extra/{key}")
+        extra[key] = value if generator is None else generator

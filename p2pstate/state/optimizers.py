@@ -1,0 +1,133 @@
+"""One optimizer's state and groups: read without touching it, written back entry by entry.
+
+In: a live optimizer and the names of its parameters. Out: leaves "optimizer/<parameter>/<key>", a tree of everything
+else; on restore exactly the entries of the captured state, in place where tensors match.
+Invariants: ``optimizer.state`` and ``optimizer.param_groups`` are read and written directly: ``state_dict`` helpers
+take a real step and ``load_state_dict`` casts state to the parameter's dtype. "No state yet" (no entry) stays distinct
+from an empty entry. Groups have to hold the same parameters in the same order as when captured.
+Known limits: optimizers that keep state outside ``state`` and ``param_groups`` (ZeroRedundancyOptimizer) are refused
+or need to be given as objects; state that is a tensor subclass can only be written into state of the same kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import Optimizer
+
+from p2pstate.state.collecting import Collector, FlatDicts
+from p2pstate.state.errors import LeafError
+from p2pstate.state.leaves import Scope
+from p2pstate.state.rebuilding import Rebuilder
+
+__all__ = ["OptimizerState"]
+
+# what a live group keeps for itself: its parameters, and the names torch gave them (which depend on wrappers)
+_IDENTITY = ("params", "param_names")
+
+
+class OptimizerState:
+    """``names`` and ``scopes`` are those of the live parameters, by id."""
+
+    def __init__(self, optimizer: Optimizer, prefix: str) -> None:
+        if isinstance(optimizer, ZeroRedundancyOptimizer):
+            raise LeafError(
+                prefix, "is a ZeroRedundancyOptimizer, which hides its state", "use FSDP2 or a plain optimizer"
+            )
+        self.optimizer = optimizer
+        self.prefix = prefix
+        self._flat = FlatDicts()
+
+    def collect(self, collector: Collector, named: Mapping[int, tuple[str, Scope]]) -> dict[str, Any]:
+        groups = []
+        state: dict[str, Any] = {}
+        live = self.optimizer.state
+        num_found = 0
+        for index, group in enumerate(self.optimizer.param_groups):
+            own = {key: value for key, value in group.items() if key not in _IDENTITY}
+            values = collector.tree(own, (f"{self.prefix}/:groups", index), Scope.RANK)
+            names = []
+            for parameter in group["params"]:
+                name, scope = self._name(named, parameter, index)
+                names.append(name)
+                if parameter in live:
+                    num_found += 1
+                    state[name] = self._flat.tree(collector, live[parameter], f"{self.prefix}/{name}", scope)
+            groups.append({"params": names, "values": values})
+        others = {} if num_found == len(live) else dict(self._others(live, named))
+        more = {key: collector.tree(others[key], (f"{self.prefix}/:state", key), Scope.RANK) for key in sorted(others)}
+        return {"groups": groups, "state": state, "others": more}
+
+    def _name(self, named: Mapping[int, tuple[str, Scope]], parameter: torch.Tensor, index: int) -> tuple[str, Scope]:
+        found = named.get(id(parameter))
+        if found is None:
+            raise LeafError(
+                f"{self.prefix} group {index}",
+                f"holds a parameter of shape {list(parameter.shape)} that is in none of the given models",
+                "give the model it belongs to as well",
+            )
+        return found
+
+    def _others(self, live: Mapping[Any, Any], named: Mapping[int, tuple[str, Scope]]) -> Iterator[tuple[str, Any]]:
+        """Entries of parameters that no group holds (any more) and entries with keys of their own."""
+        grouped = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        for key, value in live.items():
+            if isinstance(key, torch.Tensor):
+                if id(key) not in grouped:
+                    yield self._name(named, key, -1)[0], value
+            elif type(key) is str:
+                yield f":{key}", value
+            else:
+                advice = "use parameters or strings as keys"
+                raise LeafError(f"{self.prefix}/:state", f"has an entry with the key {key!r}", advice)
+
+    def check(self, saved: Any, named: Mapping[int, tuple[str, Scope]]) -> None:
+        """LeafError if the live groups are not the captured ones."""
+        live = [[self._name(named, p, i)[0] for p in g["params"]] for i, g in enumerate(self.optimizer.param_groups)]
+        for index in range(max(len(live), len(saved["groups"]))):
+            captured = saved["groups"][index]["params"] if index < len(saved["groups"]) else None
+            present = live[index] if index < len(live) else None
+            if captured == present:
+                continue
+            raise LeafError(
+                f"{self.prefix} group {index}",
+                f"held {_membership(captured)} when captured and holds {_membership(present)} now",
+                "build the optimizer with the same groups (those added with add_param_group included) before restoring",
+            )
+
+    def plan(self, saved: Any, named: Mapping[int, tuple[str, Scope]], rebuilder: Rebuilder) -> list[tuple[Any, Any]]:
+        """(live dict, its new content) pairs to be applied after all copies were checked; writes nothing yet."""
+        owners = {name: parameter for parameter, name in self._live_names(named)}
+        live = self.optimizer.state
+        content: dict[Any, Any] = {}
+        for name, tree in saved["state"].items():
+            parameter = owners[name]
+            content[parameter] = rebuilder.tree(tree, live.get(parameter), f"{self.prefix}/{name}", parameter)
+        for key, tree in saved["others"].items():
+            owner: Any = key[1:] if key.startswith(":") else owners[key]
+            like = owner if isinstance(owner, torch.Tensor) else None
+            content[owner] = rebuilder.tree(tree, live.get(owner), (f"{self.prefix}/:state", key), like)
+        changes: list[tuple[Any, Any]] = [(live, content)]
+        for index, group in enumerate(self.optimizer.param_groups):
+            own = {key: value for key, value in group.items() if key not in _IDENTITY}
+            values = rebuilder.tree(saved["groups"][index]["values"], own, (f"{self.prefix}/:groups", index), None)
+            changes.append((group, {key: group[key] for key in _IDENTITY if key in group} | values))
+        return changes
+
+    def _live_names(self, named: Mapping[int, tuple[str, Scope]]) -> Iterator[tuple[torch.Tensor, str]]:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                yield parameter, named[id(parameter)][0]
+        for key in self.optimizer.state:
+            if isinstance(key, torch.Tensor):
+                yield key, named[id(key)][0]
+
+
+def _membership(names: list[str] | None) -> str:
+    if names is None:
+        return "nothing (there was no such group)"
+    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
+    return f"{len(names)} parameters ({shown})" if names else "no parameters"

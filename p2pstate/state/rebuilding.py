@@ -1,0 +1,124 @@
+"""Trees of state on their way back: references become tensors again, live ones where they match.
+
+In: decoded trees, the captured tensors by leaf name, and what is live at the same place. Out: new trees, and a list of
+copies into live tensors that the caller carries out once everything was checked.
+Invariants: planning writes nothing; every captured tensor is used at most once per name; a tensor that is live with
+the same kind, shape, dtype and device type stays the same object.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from p2pstate.state.codec import Path, TensorRef, path_text
+from p2pstate.state.errors import LeafError
+from p2pstate.state.leaves import describe, local_of, plain_parts
+
+__all__ = ["Rebuilder", "references"]
+
+
+def references(tree: Any, path: Path) -> list[str]:
+    """Leaf names of all tensors that a decoded tree refers to."""
+    if type(tree) is TensorRef:
+        name = path_text(path)
+        return [name + part for part in tree.parts] if tree.parts else [name]
+    if isinstance(tree, dict):
+        return [name for key, item in tree.items() for name in references(item, (path, key))]
+    if isinstance(tree, list | tuple | deque):
+        return [name for index, item in enumerate(tree) for name in references(item, (path, index))]
+    return []
+
+
+class Rebuilder:
+    """Plans one restore. ``copies`` holds (live tensor, captured value) pairs."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def tree(self, tree: Any, live: Any, path: Path, parameter: torch.Tensor | None) -> Any:
+        """``tree`` with tensors in it. ``live`` is what stands at this place now (None if nothing does), ``parameter``
+        the parameter whose state this is: it lends mesh, placements and device to what has to be made."""
+        kind = type(tree)
+        if kind is TensorRef:
+            return self._tensor(tree, live, path_text(path), parameter)
+        if kind in (dict, OrderedDict, Counter):
+            items = {key: self.tree(item, _at(live, key), (path, key), parameter) for key, item in tree.items()}
+            return items if kind is dict else _with_items(kind(), items)
+        if kind is defaultdict:
+            items = {key: self.tree(item, _at(live, key), (path, key), parameter) for key, item in tree.items()}
+            return defaultdict(tree.default_factory, items)
+        if kind in (list, tuple):
+            return kind(self.tree(item, _at(live, i), (path, i), parameter) for i, item in enumerate(tree))
+        if kind is deque:
+            items_ = (self.tree(item, _at(live, i), (path, i), parameter) for i, item in enumerate(tree))
+            return deque(items_, tree.maxlen)
+        return tree
+
+    def _tensor(self, ref: TensorRef, live: Any, name: str, parameter: torch.Tensor | None) -> torch.Tensor:
+        if isinstance(live, torch.Tensor) and self._copy_into(ref, live, name):
+            return live
+        if ref.kind not in ("plain", "dtensor") or any(ref.parts):
+            raise LeafError(
+                name,
+                f"is a {ref.kind}, and nothing of its kind and size is here to be written into",
+                "let the optimizer make its state (one step) before restoring",
+            )
+        value = self._tensors[name]
+        device = _device(ref, parameter)
+        fresh = value.detach().to(device, copy=True)
+        return fresh if ref.kind == "plain" else _sharded_like(fresh, parameter, name)
+
+    def _copy_into(self, ref: TensorRef, live: torch.Tensor, name: str) -> bool:
+        """Plans the copies into ``live`` if it is what ``ref`` describes, with the captured shapes and dtypes."""
+        if describe(name, live) != ref:
+            return False
+        parts = [(plain, self._tensors[part]) for part, plain in plain_parts(name, live)]
+        if any(plain.shape != value.shape or plain.dtype != value.dtype for plain, value in parts):
+            return False
+        self.copies += parts
+        return True
+
+
+def _at(live: Any, key: Any) -> Any:
+    if isinstance(live, Mapping):
+        return live.get(key)
+    if isinstance(live, list | tuple | deque) and key < len(live):
+        return live[key]
+    return None
+
+
+def _with_items(empty: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
+    dict.update(empty, items)  # Counter.update would add
+    return empty
+
+
+def _device(ref: TensorRef, parameter: torch.Tensor | None) -> torch.device:
+    if parameter is not None and parameter.device.type == ref.device:
+        return parameter.device
+    if ref.device == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(ref.device)
+
+
+def _sharded_like(local: torch.Tensor, parameter: torch.Tensor | None, name: str) -> torch.Tensor:
+    """A DTensor with the parameter's mesh and placements. LeafError if its local shape is another."""
+    if not isinstance(parameter, DTensor) or local_of(parameter).shape != local.shape:
+        raise LeafError(
+            name,
+            f"is a shard of shape {list(local.shape)} that is not split like its parameter",
+            "let the optimizer make its state (one step) before restoring",
+        )
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,144 @@
+"""A captured state written back into live objects: everything is checked first, then everything is written.
+
+In: captured tensors by leaf name, captured values, the live objects. Out: the same objects in the captured state.
+Invariants: no name may be left over on either side, no shape or dtype may differ; until all of that is known nothing
+is written. Parameters, buffers and matching optimizer tensors keep their memory. No optimizer step, no hook, no random
+draw; random streams are set last.
+Known limit: an object whose own ``load_state_dict`` raises leaves a half restored state; the error passes through.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from p2pstate.state import rng
+from p2pstate.state.collecting import Collector
+from p2pstate.state.errors import LeafError
+from p2pstate.state.leaves import Leaf, Scope, write_into
+from p2pstate.state.naming import ModelNames
+from p2pstate.state.objects import apply_extra, plan_extra, restore_object
+from p2pstate.state.optimizers import OptimizerState
+from p2pstate.state.rebuilding import Rebuilder, references
+
+__all__ = ["FORMAT", "Live", "restore"]
+
+FORMAT = 1
+_MAX_NAMES_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """The objects that a state was captured from, or is restored into."""
+
+    models: tuple[ModelNames, ...]
+    optimizers: tuple[OptimizerState, ...]
+    objects: Mapping[str, Any]
+    extra: MutableMapping[str, Any] | None
+    rng: bool
+
+
+def restore(live: Live, tensors: Mapping[str, torch.Tensor], saved: Any) -> None:
+    """Writes ``tensors`` and the decoded values ``saved`` into ``live``. LeafError if they differ."""
+    _check_sections(live, saved)
+    for model in live.models:
+        model.reshard()
+    named: dict[int, tuple[str, Scope]] = {}
+    modules = Collector()
+    for model in live.models:
+        for name, tensor, scope in model.tensors():
+            named[id(tensor)] = (name, scope)
+            modules.add(name, tensor, scope)
+    for optimizer in live.optimizers:
+        optimizer.check(saved["optimizers"][optimizer.prefix], named)
+    _check_names(modules.leaves, tensors, saved)
+    rebuilder = Rebuilder(tensors)
+    rebuilder.copies += [(leaf.tensor, tensors[leaf.name]) for leaf in modules.leaves]
+    changes: list[tuple[Any, Any]] = []
+    for optimizer in live.optimizers:
+        changes += optimizer.plan(saved["optimizers"][optimizer.prefix], named, rebuilder)
+    extra = plan_extra(rebuilder, live.extra, saved["extra"]) if live.extra is not None else []
+
+    for target, value in rebuilder.copies:
+        write_into(target, value)
+    for mapping, content in changes:
+        mapping.clear()
+        mapping.update(content)
+    for name, module in (item for model in live.models for item in model.extra_state_modules()):
+        module.set_extra_state(rebuilder.tree(saved["extra_state"][name], None, name, None))
+    for name, thing in live.objects.items():
+        restore_object(rebuilder, name, thing, saved["objects"][name])
+    if live.extra is not None:
+        apply_extra(live.extra, extra)
+    if live.rng:
+        rng.restore(saved["rng"])
+
+
+def _check_sections(live: Live, saved: Any) -> None:
+    """Both sides must have the same models' extra state, optimizers, objects, extra and random streams."""
+    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
+        raise LeafError("values", "are not in this version's format", "run the same release of p2pstate everywhere")
+    names = (name for model in live.models for name, _ in model.extra_state_modules())
+    _same("module with extra state", names, saved["extra_state"])
+    _same("optimizer", (optimizer.prefix for optimizer in live.optimizers), saved["optimizers"])
+    _same("object", live.objects, saved["objects"])
+    for what, here, there in (("extra", live.extra, saved["extra"]), ("rng", live.rng or None, saved["rng"])):
+        if (here is None) != (there is None):
+            where = "in the captured state but not here" if here is None else "here but not in the captured state"
+            raise LeafError(what, f"is {where}", "give every rank the same arguments")
+    if live.rng:
+        rng.check(saved["rng"])
+
+
+def _same(what: str, here: Iterable[str], there: Iterable[str]) -> None:
+    present, captured = set(here), set(there)
+    _report(what, sorted(present - captured), sorted(captured - present))
+
+
+def _report(what: str, only_here: list[str], only_captured: list[str]) -> None:
+    parts = [f"only here: {_shown(only_here)}"] if only_here else []
+    parts += [f"only in the captured state: {_shown(only_captured)}"] if only_captured else []
+    if parts:
+        first = (only_here + only_captured)[0]
+        advice = "build the same models, optimizers and objects on every rank"
+        raise LeafError(first, f"{what} without a counterpart ({'; '.join(parts)})", advice)
+
+
+def _shown(names: list[str]) -> str:
+    rest = len(names) - _MAX_NAMES_SHOWN
+    return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _check_names(modules: list[Leaf], tensors: Mapping[str, torch.Tensor], saved: Any) -> None:
+    """Every leaf of the models and every tensor that the values refer to must be there, and nothing else."""
+    wanted = {leaf.name for leaf in modules}
+    for prefix, optimizer in saved["optimizers"].items():
+        for name, tree in optimizer["state"].items():
+            wanted.update(references(tree, f"{prefix}/{name}"))
+        for key, tree in optimizer["others"].items():
+            wanted.update(references(tree, (f"{prefix}/:state", key)))
+        for index, group in enumerate(optimizer["groups"]):
+            wanted.update(references(group["values"], (f"{prefix}/:groups", index)))
+    for section in ("extra_state", "objects"):
+        for name, tree in saved[section].items():
+            wanted.update(references(tree, name))
+    for key, _, tree in saved["extra"] or []:
+        wanted.update(references(tree, ("extra", key)))
+    _report("tensor", sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted))
+    wrong = [leaf.name for leaf in modules if not _alike(leaf.tensor, tensors[leaf.name])]
+    if wrong:
+        here, there = next((leaf.tensor, tensors[leaf.name]) for leaf in modules if leaf.name == wrong[0])
+        what = f"is {_kind(here)} here and {_kind(there)} in the captured state"
+        also = f" (so differ also: {_shown(wrong[1:])})" if len(wrong) > 1 else ""
+        raise LeafError(wrong[0], what + also, "build the same model on every rank")
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

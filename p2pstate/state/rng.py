@@ -1,0 +1,107 @@
+"""The process's random streams as one plain value, and back.
+
+In: Python's ``random``, NumPy's global generator, torch's CPU generator, torch's generator of the current CUDA device
+if CUDA was initialised; single generator objects. Out: values for ``codec``; the same streams continued.
+Invariants: reading draws nothing; after ``restore`` every stream continues exactly where it was read.
+Known limits: generators of other CUDA devices than the current one, and streams hidden in C libraries, are not seen.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from array import array
+from typing import Any
+
+import numpy as np
+import torch
+
+from p2pstate.state.errors import LeafError
+
+__all__ = ["capture", "generator_state", "is_generator", "restore", "set_generator_state"]
+
+_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+
+def capture() -> dict[str, Any]:
+    """All streams, as a plain value of about 13 kB."""
+    state = {
+        "python": _python_state(random.getstate()),
+        "numpy": np.random.get_state(legacy=False),
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return state
+
+
+def check(state: dict[str, Any]) -> None:
+    """LeafError if ``restore`` could not use every stream of ``state`` here."""
+    if "cuda" in state and not torch.cuda.is_available():
+        raise LeafError("rng/cuda", "was captured, but this process has no CUDA device", "use a node with a GPU")
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Sets every stream that ``capture`` read."""
+    try:
+        random.setstate(_python_tuple(state["python"]))
+        np.random.set_state(state["numpy"])
+        torch.set_rng_state(_byte_tensor(state["torch"]))
+        if "cuda" in state:
+            torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise LeafError("rng", f"cannot be set ({error})", "use another copy, or run without rng") from error
+
+
+def is_generator(value: Any) -> bool:
+    """Whether ``value`` is a random generator object whose state can be captured and set."""
+    return isinstance(value, _GENERATORS)
+
+
+def generator_state(generator: Any) -> Any:
+    """The state of one generator object, as a plain value."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return _python_state(generator.getstate())
+
+
+def set_generator_state(generator: Any, state: Any, name: str) -> None:
+    """Continues ``generator`` from ``state``. LeafError (with ``name``) if the state is one of another kind."""
+    try:
+        if isinstance(generator, torch.Generator):
+            generator.set_state(_byte_tensor(state))
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(state)
+        else:
+            generator.setstate(_python_tuple(state))
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        what = f"the captured state does not fit a {type(generator).__name__} ({error})"
+        raise LeafError(name, what, "make the same kind of generator under this name") from error
+
+
+def _python_state(state: tuple[Any, ...]) -> tuple[Any, ...]:
+    """625 numbers as bytes (little endian): a tenth of the time and half of the space."""
+    version, words, gauss = state
+    packed = array("I", words)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return version, packed.tobytes(), gauss
+
+
+def _python_tuple(state: Any) -> tuple[Any, ...]:
+    version, raw, gauss = state
+    packed = array("I")
+    packed.frombytes(raw)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return version, tuple(packed), gauss
+
+
+def _byte_tensor(raw: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(raw), dtype=torch.uint8)

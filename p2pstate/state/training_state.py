@@ -1,0 +1,140 @@
+"""The whole training state of one rank: collected as leaves and one blob of values, restored in place.
+
+In: models, optimizers, objects, a dict of the user's own. Out: ``Collected``, which aliases live memory.
+Invariants: ``collect`` copies no tensor data, fires no hook, draws no random number and changes nothing; equal states
+of equal objects give equal names and equal ``values``. It looks at the live objects anew each time.
+Known limits: what a program keeps elsewhere (closures, module attributes, gradients between steps) is not seen: keep
+it in ``extra`` or in an object with ``state_dict``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from p2pstate.state import rng as random_streams
+from p2pstate.state.codec import decode, pack
+from p2pstate.state.collecting import Collector
+from p2pstate.state.errors import LeafError
+from p2pstate.state.leaves import Leaf, Scope
+from p2pstate.state.naming import ModelNames
+from p2pstate.state.objects import check_object, collect_extra, collect_object
+from p2pstate.state.optimizers import OptimizerState
+from p2pstate.state.restore import FORMAT, Live, restore
+
+__all__ = ["Collected", "TrainingState"]
+
+_RESERVED = re.compile(r"(model|optimizer)\d*|extra|rng")
+
+
+@dataclass(frozen=True, slots=True)
+class Collected:
+    """One look at the state. The leaves change with the live objects: copy them before the next step."""
+
+    leaves: list[Leaf]  # sorted by name
+    values: bytes  # MessagePack of all plain values; only this rank's
+
+
+class TrainingState:
+    """Everything that has to survive. ``objects`` are named (the names become the first part of leaf names)."""
+
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        objects: Mapping[str, Any],
+        *,
+        extra: MutableMapping[str, Any] | None = None,
+        rng: bool = True,
+    ) -> None:
+        """LeafError (with the name, what is wrong and what to do) for anything that cannot be captured."""
+        plain: dict[str, Any] = {}
+        named_models = list(zip(_numbered("model", len(models)), models, strict=True))
+        for name, thing in objects.items():
+            _check_name(name, thing)
+            if isinstance(thing, nn.Module):
+                named_models.append((name, thing))
+            else:
+                plain[name] = thing
+        self._live = Live(
+            models=tuple(ModelNames(model, prefix) for prefix, model in named_models),
+            optimizers=tuple(
+                OptimizerState(optimizer, prefix)
+                for prefix, optimizer in zip(_numbered("optimizer", len(optimizers)), optimizers, strict=True)
+            ),
+            objects=plain,
+            extra=extra,
+            rng=rng,
+        )
+        self._names: list[str] = []
+        self._order: list[int] = []
+        self.collect()
+
+    def collect(self) -> Collected:
+        """The state as it is now. LeafError names what cannot be captured."""
+        collector = Collector()
+        named: dict[int, tuple[str, Scope]] = {}
+        for model in self._live.models:
+            for name, tensor, scope in model.tensors():
+                named[id(tensor)] = (name, scope)
+                collector.add(name, tensor, scope)
+        extra_state = {
+            name: collector.tree(module.get_extra_state(), name, Scope.RANK)
+            for model in self._live.models
+            for name, module in model.extra_state_modules()
+        }
+        optimizers = {o.prefix: o.collect(collector, named) for o in self._live.optimizers}
+        objects = {name: collect_object(collector, name, thing) for name, thing in sorted(self._live.objects.items())}
+        extra = None if self._live.extra is None else collect_extra(collector, self._live.extra)
+        streams = collector.tree(random_streams.capture(), "rng", Scope.RANK) if self._live.rng else None
+        values = pack(
+            {
+                "format": FORMAT,
+                "extra_state": extra_state,
+                "optimizers": optimizers,
+                "objects": objects,
+                "extra": extra,
+                "rng": streams,
+            }
+        )
+        return Collected(self._sorted(collector.leaves), values)
+
+    def restore(self, tensors: Mapping[str, torch.Tensor], values: bytes) -> None:
+        """Puts every live object into the captured state, in place.
+
+        ``tensors`` holds every leaf by name (views into a slot are fine: they are copied), ``values`` the blob.
+        Optimizer state is made where it is missing and removed where the captured state has none. LeafError, before
+        anything was written, if names, shapes, dtypes or groups differ.
+        """
+        with torch.no_grad():
+            restore(self._live, tensors, decode(values))
+
+    def _sorted(self, leaves: list[Leaf]) -> list[Leaf]:
+        names = [leaf.name for leaf in leaves]
+        if names != self._names:
+            order = sorted(range(len(names)), key=names.__getitem__)
+            for before, after in pairwise(order):
+                if names[before] == names[after]:
+                    raise LeafError(names[after], "is the name of two different leaves", "rename one of them")
+            self._names, self._order = names, order
+        return [leaves[index] for index in self._order]
+
+
+def _numbered(word: str, count: int) -> list[str]:
+    return [word] if count == 1 else [f"{word}{index}" for index in range(count)]
+
+
+def _check_name(name: str, thing: Any) -> None:
+    if _RESERVED.fullmatch(name) or "/" in name or not name:
+        raise LeafError(name or "''", "cannot be the name of an object", "choose a name without '/' that is not taken")
+    if isinstance(thing, Optimizer):
+        raise LeafError(name, "is an optimizer", "give it with the optimizers")
+    if not isinstance(thing, nn.Module):
+        check_object(name, thing)
