@@ -135,8 +135,11 @@ def lower(value: Any, path: Path, on_tensor: OnTensor | None = None, depth: int 
     if (make := _SETS.get(kind)) is not None:
         items = sorted(pack(lower(item, (path, item), on_tensor, depth + 1)) for item in value)
         return msgpack.ExtType(make, pack(items))
-    if (make := _DICTS.get(kind)) is not None:
-        return msgpack.ExtType(make, pack(_lower_dict(value, path, on_tensor, depth)))
+    if kind is Counter:
+        return msgpack.ExtType(_COUNTER, pack(_lower_dict(value, path, on_tensor, depth)))
+    if kind is OrderedDict:  # a module's state_dict is one, with the versions of its parts as an attribute
+        versions = lower(vars(value).get("_metadata"), (path, "_metadata"), None, depth + 1)
+        return msgpack.ExtType(_ORDERED_DICT, pack([_lower_dict(value, path, on_tensor, depth), versions]))
     if kind is defaultdict:
         factory = _factory_name(value.default_factory, path)
         return msgpack.ExtType(_DEFAULT_DICT, pack([factory, _lower_dict(value, path, on_tensor, depth)]))
@@ -148,7 +151,6 @@ def lower(value: Any, path: Path, on_tensor: OnTensor | None = None, depth: int 
 
 _SEQUENCES: dict[type, int] = {tuple: _TUPLE, torch.Size: _SIZE}
 _SETS: dict[type, int] = {set: _SET, frozenset: _FROZENSET}
-_DICTS: dict[type, int] = {OrderedDict: _ORDERED_DICT, Counter: _COUNTER}
 
 
 def _lower_items(items: list[Any], path: Path, on_tensor: OnTensor | None, depth: int) -> list[Any]:
@@ -312,6 +314,14 @@ def _expect(value: Any, kind: type) -> Any:
     return value
 
 
+def _read_ordered_dict(content: Any) -> OrderedDict[Any, Any]:
+    items, versions = content
+    result = OrderedDict(_expect(items, dict))
+    if versions is not None:
+        result._metadata = versions  # type: ignore[attr-defined]
+    return result
+
+
 def _read_counter(content: Any) -> Counter[Any]:
     counter: Counter[Any] = Counter()
     dict.update(counter, _expect(content, dict))
@@ -401,7 +411,7 @@ def _read_deque(content: Any) -> deque[Any]:
 
 _READERS: dict[int, Callable[[Any], Any]] = {
     _TUPLE: lambda content: tuple(_expect(content, list)),
-    _ORDERED_DICT: lambda content: OrderedDict(_expect(content, dict)),
+    _ORDERED_DICT: _read_ordered_dict,
     _COUNTER: _read_counter,
     _DEFAULT_DICT: _read_default_dict,
     _ND_ARRAY: _read_array,

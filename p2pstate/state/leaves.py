@@ -104,7 +104,8 @@ def write_into(live: torch.Tensor, value: torch.Tensor) -> None:
         for dim, (size, stride) in enumerate(zip(live.shape, live.stride(), strict=True)):
             if stride == 0 and size > 1:
                 live, value = live.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    live.copy_(value)
+    with torch.inference_mode(live.is_inference()):  # a tensor made in inference mode can be written only there
+        live.copy_(value)
 
 
 def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:

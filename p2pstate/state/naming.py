@@ -11,6 +11,7 @@ Known limits: FSDP1 is refused (its flat parameters have no stable parts).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo import OptimizedModule
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
@@ -28,11 +28,10 @@ from p2pstate.state.leaves import Scope
 
 __all__ = ["ModelNames", "Named"]
 
-# wrapper -> the name of the child that it wraps; the segment vanishes from names
+# wrapper -> the name of the child that it wraps; the segment vanishes from names (torch.compile's: _wrapped_child)
 _WRAPPERS: tuple[tuple[type, str], ...] = (
     (DistributedDataParallel, "module"),
     (DataParallel, "module"),
-    (OptimizedModule, "_orig_mod"),
     (ActivationWrapper, "_checkpoint_wrapped_module"),
 )
 
@@ -65,9 +64,11 @@ class _Place:
 class ModelNames:
     """One model's names under ``prefix`` ("model" gives "model/layer.weight")."""
 
-    def __init__(self, model: nn.Module, prefix: str) -> None:
+    def __init__(self, model: nn.Module, prefix: str, *, may_be_replicated: bool = True) -> None:
+        """``may_be_replicated=False``: not trained itself (an average), so nothing keeps it equal on all ranks."""
         self.model = model
         self.prefix = prefix
+        self._may_be_replicated = may_be_replicated
         self._places: list[_Place] = []
 
     def tensors(self) -> Iterator[Named]:
@@ -105,11 +106,11 @@ class ModelNames:
 
     def _current_places(self) -> list[_Place]:
         if not self._places or any(place.module._modules != place.children for place in self._places):
-            self._places = list(_walk(self.model, self.prefix))
+            self._places = list(_walk(self.model, self.prefix, self._may_be_replicated))
         return self._places
 
 
-def _walk(model: nn.Module, prefix: str) -> Iterator[_Place]:
+def _walk(model: nn.Module, prefix: str, may_be_replicated: bool) -> Iterator[_Place]:
     seen: set[int] = set()
     root = _Place(model, f"{prefix}/", "", False, frozenset(), {}, [], False)
     todo = [root]
@@ -123,7 +124,7 @@ def _walk(model: nn.Module, prefix: str) -> Iterator[_Place]:
         if isinstance(module, FullyShardedDataParallel):
             raise LeafError(place.prefix.rstrip("/"), "is wrapped by FSDP1", "use fully_shard (FSDP2)")
         if isinstance(module, DistributedDataParallel):
-            place.replicated = _spans_world(module)
+            place.replicated = may_be_replicated and _keeps_in_step(module)
             place.ignored = frozenset(module.parameters_to_ignore)
         for group in _fsdp_groups(module):
             for fsdp_parameter in group.fsdp_params:
@@ -140,14 +141,23 @@ def _walk(model: nn.Module, prefix: str) -> Iterator[_Place]:
 
 
 def _child_place(place: _Place, key: str, child: nn.Module) -> _Place:
-    wrapped = next((name for kind, name in _WRAPPERS if isinstance(place.module, kind)), None)
+    wrapped = _wrapped_child(place.module)
     prefix = place.prefix if key == wrapped else f"{place.prefix}{key}."
     raw = "" if isinstance(place.module, DistributedDataParallel) else f"{place.raw_prefix}{key}."
     return _Place(child, prefix, raw, place.replicated, place.ignored, {}, [], False)
 
 
-def _spans_world(model: DistributedDataParallel) -> bool:
-    """Whether every rank of the job is in the group that keeps this model's parameters equal."""
+def _wrapped_child(module: nn.Module) -> str | None:
+    compiler = sys.modules.get("torch._dynamo")  # half a second to import; not loaded means nothing is compiled
+    if compiler is not None and isinstance(module, compiler.OptimizedModule):
+        return "_orig_mod"
+    return next((child for kind, child in _WRAPPERS if isinstance(module, kind)), None)
+
+
+def _keeps_in_step(model: DistributedDataParallel) -> bool:
+    """Whether parameters are equal on every rank of the job: it is trained, by a group that holds them all."""
+    if not any(p.requires_grad for p in model.parameters()):
+        return False  # a frozen copy of a DistributedDataParallel may be updated by one rank only
     return dist.get_world_size(model.process_group) == dist.get_world_size()
 
 

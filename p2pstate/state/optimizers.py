@@ -15,7 +15,6 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import Optimizer
 
 from p2pstate.state.collecting import Collector, FlatDicts
@@ -30,10 +29,10 @@ _IDENTITY = ("params", "param_names")
 
 
 class OptimizerState:
-    """``names`` and ``scopes`` are those of the live parameters, by id."""
+    """``named`` is always (name, scope) of the live parameters by id, ``prefix`` "optimizer" or "optimizer0"."""
 
     def __init__(self, optimizer: Optimizer, prefix: str) -> None:
-        if isinstance(optimizer, ZeroRedundancyOptimizer):
+        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):  # slow to import
             raise LeafError(
                 prefix, "is a ZeroRedundancyOptimizer, which hides its state", "use FSDP2 or a plain optimizer"
             )
@@ -98,16 +97,15 @@ class OptimizerState:
                 "build the optimizer with the same groups (those added with add_param_group included) before restoring",
             )
 
-    def plan(self, saved: Any, named: Mapping[int, tuple[str, Scope]], rebuilder: Rebuilder) -> list[tuple[Any, Any]]:
+    def plan(self, saved: Any, parameters: Mapping[str, Any], rebuilder: Rebuilder) -> list[tuple[Any, Any]]:
         """(live dict, its new content) pairs to be applied after all copies were checked; writes nothing yet."""
-        owners = {name: parameter for parameter, name in self._live_names(named)}
         live = self.optimizer.state
         content: dict[Any, Any] = {}
         for name, tree in saved["state"].items():
-            parameter = owners[name]
+            parameter = self._owner(parameters, name)
             content[parameter] = rebuilder.tree(tree, live.get(parameter), f"{self.prefix}/{name}", parameter)
         for key, tree in saved["others"].items():
-            owner: Any = key[1:] if key.startswith(":") else owners[key]
+            owner: Any = key[1:] if key.startswith(":") else self._owner(parameters, key)
             like = owner if isinstance(owner, torch.Tensor) else None
             content[owner] = rebuilder.tree(tree, live.get(owner), (f"{self.prefix}/:state", key), like)
         changes: list[tuple[Any, Any]] = [(live, content)]
@@ -117,13 +115,11 @@ class OptimizerState:
             changes.append((group, {key: group[key] for key in _IDENTITY if key in group} | values))
         return changes
 
-    def _live_names(self, named: Mapping[int, tuple[str, Scope]]) -> Iterator[tuple[torch.Tensor, str]]:
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                yield parameter, named[id(parameter)][0]
-        for key in self.optimizer.state:
-            if isinstance(key, torch.Tensor):
-                yield key, named[id(key)][0]
+    def _owner(self, parameters: Mapping[str, Any], name: str) -> Any:
+        if name not in parameters:
+            advice = "build the same models on every rank"
+            raise LeafError(f"{self.prefix}/{name}", "is the state of a parameter that does not exist here", advice)
+        return parameters[name]
 
 
 def _membership(names: list[str] | None) -> str:

@@ -42,22 +42,21 @@ class Rebuilder:
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def tree(self, tree: Any, live: Any, path: Path, parameter: torch.Tensor | None) -> Any:
-        """``tree`` with tensors in it. ``live`` is what stands at this place now (None if nothing does), ``parameter``
-        the parameter whose state this is: it lends mesh, placements and device to what has to be made."""
+        """``tree`` (which is used up) with tensors in it.
+
+        ``live`` is what stands at this place now (None if nothing does), ``parameter`` the parameter whose state this
+        is: it lends mesh, placements, strides and device to what has to be made.
+        """
         kind = type(tree)
         if kind is TensorRef:
             return self._tensor(tree, live, path_text(path), parameter)
-        if kind in (dict, OrderedDict, Counter):
-            items = {key: self.tree(item, _at(live, key), (path, key), parameter) for key, item in tree.items()}
-            return items if kind is dict else _with_items(kind(), items)
-        if kind is defaultdict:
-            items = {key: self.tree(item, _at(live, key), (path, key), parameter) for key, item in tree.items()}
-            return defaultdict(tree.default_factory, items)
-        if kind in (list, tuple):
-            return kind(self.tree(item, _at(live, i), (path, i), parameter) for i, item in enumerate(tree))
-        if kind is deque:
-            items_ = (self.tree(item, _at(live, i), (path, i), parameter) for i, item in enumerate(tree))
-            return deque(items_, tree.maxlen)
+        if kind in (dict, OrderedDict, Counter, defaultdict):
+            for key in tree:
+                tree[key] = self.tree(tree[key], _at(live, key), (path, key), parameter)
+            return tree
+        if kind in (list, tuple, deque):
+            items = (self.tree(item, _at(live, i), (path, i), parameter) for i, item in enumerate(tree))
+            return deque(items, tree.maxlen) if kind is deque else kind(items)
         return tree
 
     def _tensor(self, ref: TensorRef, live: Any, name: str, parameter: torch.Tensor | None) -> torch.Tensor:
@@ -69,9 +68,7 @@ class Rebuilder:
                 f"is a {ref.kind}, and nothing of its kind and size is here to be written into",
                 "let the optimizer make its state (one step) before restoring",
             )
-        value = self._tensors[name]
-        device = _device(ref, parameter)
-        fresh = value.detach().to(device, copy=True)
+        fresh = _fresh(self._tensors[name], _device(ref, parameter), parameter)
         return fresh if ref.kind == "plain" else _sharded_like(fresh, parameter, name)
 
     def _copy_into(self, ref: TensorRef, live: torch.Tensor, name: str) -> bool:
@@ -93,9 +90,12 @@ def _at(live: Any, key: Any) -> Any:
     return None
 
 
-def _with_items(empty: dict[Any, Any], items: dict[Any, Any]) -> dict[Any, Any]:
-    dict.update(empty, items)  # Counter.update would add
-    return empty
+def _fresh(value: torch.Tensor, device: torch.device, parameter: torch.Tensor | None) -> torch.Tensor:
+    """A copy; with the parameter's strides if it has the parameter's shape, as ``zeros_like`` makes optimizer state."""
+    like = local_of(parameter) if isinstance(parameter, DTensor) else parameter
+    if like is None or like.shape != value.shape or like.layout is not torch.strided:
+        return value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
+    return torch.empty_like(like, dtype=value.dtype, device=device, requires_grad=False).copy_(value)
 
 
 def _device(ref: TensorRef, parameter: torch.Tensor | None) -> torch.device:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -47,10 +48,12 @@ def restore(live: Live, tensors: Mapping[str, torch.Tensor], saved: Any) -> None
     for model in live.models:
         model.reshard()
     named: dict[int, tuple[str, Scope]] = {}
+    parameters: dict[str, torch.Tensor] = {}
     modules = Collector()
     for model in live.models:
         for name, tensor, scope in model.tensors():
             named[id(tensor)] = (name, scope)
+            parameters[name] = tensor
             modules.add(name, tensor, scope)
     for optimizer in live.optimizers:
         optimizer.check(saved["optimizers"][optimizer.prefix], named)
@@ -59,7 +62,7 @@ def restore(live: Live, tensors: Mapping[str, torch.Tensor], saved: Any) -> None
     rebuilder.copies += [(leaf.tensor, tensors[leaf.name]) for leaf in modules.leaves]
     changes: list[tuple[Any, Any]] = []
     for optimizer in live.optimizers:
-        changes += optimizer.plan(saved["optimizers"][optimizer.prefix], named, rebuilder)
+        changes += optimizer.plan(saved["optimizers"][optimizer.prefix], parameters, rebuilder)
     extra = plan_extra(rebuilder, live.extra, saved["extra"]) if live.extra is not None else []
 
     for target, value in rebuilder.copies:
@@ -79,8 +82,7 @@ def restore(live: Live, tensors: Mapping[str, torch.Tensor], saved: Any) -> None
 
 def _check_sections(live: Live, saved: Any) -> None:
     """Both sides must have the same models' extra state, optimizers, objects, extra and random streams."""
-    if not isinstance(saved, dict) or saved.get("format") != FORMAT:
-        raise LeafError("values", "are not in this version's format", "run the same release of p2pstate everywhere")
+    _check_structure(saved)
     names = (name for model in live.models for name, _ in model.extra_state_modules())
     _same("module with extra state", names, saved["extra_state"])
     _same("optimizer", (optimizer.prefix for optimizer in live.optimizers), saved["optimizers"])
@@ -91,6 +93,37 @@ def _check_sections(live: Live, saved: Any) -> None:
             raise LeafError(what, f"is {where}", "give every rank the same arguments")
     if live.rng:
         rng.check(saved["rng"])
+
+
+def _check_structure(saved: Any) -> None:
+    """LeafError unless the decoded values have the form that ``TrainingState.collect`` gives them."""
+    sections: dict[str, Any] = {
+        "extra_state": dict,
+        "optimizers": dict,
+        "objects": dict,
+        "extra": (list, NoneType),
+        "rng": (dict, NoneType),
+    }
+    right = (
+        isinstance(saved, dict)
+        and saved.get("format") == FORMAT
+        and all(isinstance(saved.get(key, ...), kind) for key, kind in sections.items())
+        and all(_is_optimizer(tree) for tree in saved["optimizers"].values())
+        and all(isinstance(row, list) and len(row) == 3 for row in saved["extra"] or [])
+    )
+    if not right:
+        raise LeafError("values", "are not in this release's format", "run the same release of p2pstate everywhere")
+
+
+def _is_optimizer(tree: Any) -> bool:
+    sections = {"groups": list, "state": dict, "others": dict}
+    return (
+        isinstance(tree, dict)
+        and all(isinstance(tree.get(key), kind) for key, kind in sections.items())
+        and all(type(key) is str for key in (*tree["state"], *tree["others"]))
+        and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in tree["groups"])
+        and all(isinstance(g.get("values"), dict) for g in tree["groups"])
+    )
 
 
 def _same(what: str, here: Iterable[str], there: Iterable[str]) -> None:

@@ -56,15 +56,18 @@ class TrainingState:
     ) -> None:
         """LeafError (with the name, what is wrong and what to do) for anything that cannot be captured."""
         plain: dict[str, Any] = {}
-        named_models = list(zip(_numbered("model", len(models)), models, strict=True))
+        averages: list[ModelNames] = []
         for name, thing in objects.items():
             _check_name(name, thing)
             if isinstance(thing, nn.Module):
-                named_models.append((name, thing))
+                averages.append(ModelNames(thing, name, may_be_replicated=False))
             else:
                 plain[name] = thing
         self._live = Live(
-            models=tuple(ModelNames(model, prefix) for prefix, model in named_models),
+            models=(
+                *(ModelNames(m, prefix) for prefix, m in zip(_numbered("model", len(models)), models, strict=True)),
+                *averages,
+            ),
             optimizers=tuple(
                 OptimizerState(optimizer, prefix)
                 for prefix, optimizer in zip(_numbered("optimizer", len(optimizers)), optimizers, strict=True)
