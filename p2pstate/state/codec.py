@@ -13,6 +13,7 @@ because rebuilding them would need their class.
 
 from __future__ import annotations
 
+import re
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -37,6 +38,7 @@ OnTensor = Callable[[Path, torch.Tensor], Any]
 
 _SCALARS = frozenset({NoneType, bool, int, float, str, bytes})
 _NUMPY_KINDS = frozenset("biufcSUMm")
+_NUMPY_DTYPE = re.compile(r"[<>|][biufcSUMm]\d{1,9}(\[\d*[a-zA-Z]+\])?")
 _FACTORIES: dict[str, Callable[[], Any]] = {"int": int, "float": float, "list": list, "dict": dict, "set": set}
 
 # Extension codes are the format: append, never renumber.
@@ -88,7 +90,14 @@ def decode(data: bytes, name: str = "values") -> Any:
     """The value that ``encode`` or ``pack`` was given. LeafError for anything that is not its output."""
     try:
         return _decode(data, 0)
-    except (ValueError, TypeError, OverflowError, RuntimeError, msgpack.exceptions.UnpackException) as error:
+    except (
+        ValueError,
+        TypeError,
+        OverflowError,
+        RuntimeError,
+        struct.error,
+        msgpack.exceptions.UnpackException,
+    ) as error:
         raise LeafError(name, f"cannot be decoded ({error})", "this copy is damaged: use another one") from error
 
 
@@ -122,7 +131,7 @@ def lower(value: Any, path: Path, on_tensor: OnTensor | None = None, depth: int 
     kind = type(value)
     if kind in _SCALARS:
         return value
-    if depth > MAX_DEPTH:
+    if depth >= MAX_DEPTH:
         raise _refusal(path, f"nested deeper than {MAX_DEPTH} levels, or contains itself")
     if kind is dict:
         return _lower_dict(value, path, on_tensor, depth)
@@ -133,7 +142,7 @@ def lower(value: Any, path: Path, on_tensor: OnTensor | None = None, depth: int 
     if (make := _SEQUENCES.get(kind)) is not None:
         return msgpack.ExtType(make, pack(_lower_items(list(value), path, on_tensor, depth)))
     if (make := _SETS.get(kind)) is not None:
-        items = sorted(pack(lower(item, (path, item), on_tensor, depth + 1)) for item in value)
+        items = sorted((lower(item, (path, item), None, depth + 1) for item in value), key=pack)
         return msgpack.ExtType(make, pack(items))
     if kind is Counter:
         return msgpack.ExtType(_COUNTER, pack(_lower_dict(value, path, on_tensor, depth)))
@@ -202,8 +211,9 @@ def _inline_tensor(tensor: torch.Tensor, path: Path) -> Any:
         raise _refusal(path, f"a {type(tensor).__qualname__} on {tensor.device} is not a plain value")
     if tensor.numel() * tensor.element_size() > MAX_INLINE_TENSOR_BYTES:
         raise _refusal(path, f"a tensor of more than {MAX_INLINE_TENSOR_BYTES} bytes is not a plain value")
-    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    raw = flat.view(torch.uint8).numpy().tobytes()
+    # a clone, because contiguous() leaves the odd stride of a single element, which view() refuses
+    dense = tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    raw = dense.reshape(-1).view(torch.uint8).numpy().tobytes()
     return msgpack.ExtType(_TENSOR, pack([str(tensor.dtype).removeprefix("torch."), list(tensor.shape), raw]))
 
 
@@ -232,7 +242,7 @@ def _refusal(path: Path, what: str) -> LeafError:
 
 
 def _decode(data: bytes, depth: int) -> Any:
-    if depth > MAX_DEPTH + 4:  # one container may take two extension levels (defaultdict: list, then map)
+    if depth > MAX_DEPTH:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     _check_lengths(data)
     return msgpack.unpackb(
@@ -259,6 +269,9 @@ _HEADS: dict[int, tuple[int, int, int, int]] = {
 }
 
 
+_EXTENSION_HEADS = frozenset([*range(0xC7, 0xCA), *range(0xD4, 0xD9)])
+
+
 def _check_lengths(data: bytes) -> None:
     """ValueError unless ``data`` is exactly one MessagePack object whose every length fits into it.
 
@@ -283,6 +296,8 @@ def _check_lengths(data: bytes) -> None:
         elif head in _HEADS:
             num_length_bytes, per_unit, fixed, elements = _HEADS[head]
             length = int.from_bytes(data[at : at + num_length_bytes], "big")
+            if head in _EXTENSION_HEADS and data[at + num_length_bytes : at + num_length_bytes + 1] == b"\xff":
+                raise ValueError("a timestamp is not allowed")
             at += num_length_bytes + per_unit * length + fixed
             owed += elements * length
         else:
@@ -299,9 +314,6 @@ def _from_extension(code: int, body: bytes, depth: int) -> Any:
     if code == _COMPLEX:
         return complex(*struct.unpack("<dd", body))
     content = _decode(body, depth)
-    if code in (_SET, _FROZENSET):
-        items = [_decode(item, depth + 1) for item in _expect(content, list)]
-        return set(items) if code == _SET else frozenset(items)
     reader = _READERS.get(code)
     if reader is None:
         raise ValueError(f"unknown extension {code}")
@@ -330,7 +342,10 @@ def _read_counter(content: Any) -> Counter[Any]:
 
 def _read_default_dict(content: Any) -> defaultdict[Any, Any]:
     name, items = content
-    return defaultdict(None if name is None else _FACTORIES[_expect(name, str)], _expect(items, dict))
+    factory = None if name is None else _FACTORIES.get(_expect(name, str))
+    if name is not None and factory is None:
+        raise ValueError(f"a defaultdict of {name!r} is not allowed")
+    return defaultdict(factory, _expect(items, dict))
 
 
 def _read_array(content: Any) -> np.ndarray[Any, Any]:
@@ -353,10 +368,9 @@ def _read_scalar(content: Any) -> Any:
 
 
 def _numpy_dtype(text: Any) -> np.dtype[Any]:
-    dtype: np.dtype[Any] = np.dtype(_expect(text, str))
-    if dtype.kind not in _NUMPY_KINDS or dtype.fields is not None:
-        raise ValueError(f"{dtype} is not allowed")
-    return dtype
+    if not _NUMPY_DTYPE.fullmatch(_expect(text, str)):
+        raise ValueError(f"numpy type {text!r} is not allowed")
+    return np.dtype(text)
 
 
 def _read_np_text(content: Any) -> Any:
@@ -411,6 +425,8 @@ def _read_deque(content: Any) -> deque[Any]:
 
 _READERS: dict[int, Callable[[Any], Any]] = {
     _TUPLE: lambda content: tuple(_expect(content, list)),
+    _SET: lambda content: set(_expect(content, list)),
+    _FROZENSET: lambda content: frozenset(_expect(content, list)),
     _ORDERED_DICT: _read_ordered_dict,
     _COUNTER: _read_counter,
     _DEFAULT_DICT: _read_default_dict,

@@ -4,7 +4,8 @@ In: leaves, or a table that another process made. Out: offsets, copies of leaves
 Invariants: equal names, dtypes and shapes give the same layout on every machine (offsets are multiples of
 ``ALIGNMENT_BYTES``, entries are in the order of their names), so equal digests mean that regions can be exchanged byte
 for byte. Bytes between leaves are zeroed when a region is first written and not touched again.
-Known limit: views into a region are kept for the next write and hold its memory: call ``release`` before unmapping it.
+Known limit: views into the regions written last are kept and hold their memory mapped until ``release``; an explicit
+``close`` of a mapping that is still written to ends the process (torch does not lock the buffers it is given).
 """
 
 from __future__ import annotations
@@ -105,6 +106,10 @@ class Layout:
         with torch.no_grad():
             torch._foreach_copy_(views, sources)
 
+    def fits(self, leaves: Sequence[Leaf]) -> bool:
+        """Whether exactly these leaves (in the order of their names) have this layout: then it can be used again."""
+        return len(leaves) == len(self.entries) and all(map(_matches, leaves, self.entries))
+
     def read(self, region: torch.Tensor) -> dict[str, torch.Tensor]:
         """Views of all leaves in ``region``, by name. ValueError if it is not 1-D uint8 or too small."""
         if region.dtype is not torch.uint8 or region.dim() != 1 or region.numel() < self.num_bytes:
@@ -115,32 +120,32 @@ class Layout:
         }
 
     def release(self) -> None:
-        """Forgets all views kept for ``write``, so that their regions can be unmapped."""
+        """Forgets all views kept for ``write``, so that their regions' memory can go."""
         self._views.clear()
 
     def _sources(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
         if len(leaves) != len(self.entries):
             by_name = {leaf.name: leaf for leaf in leaves}
             leaves = [by_name[e.name] for e in self.entries if e.name in by_name]
-        sources: list[torch.Tensor] = []
-        for leaf, entry in zip(leaves, self.entries, strict=False):
-            tensor = leaf.tensor
-            if leaf.name != entry.name or tensor.dtype is not entry.dtype or tensor.shape != entry.shape:
-                break
-            sources.append(tensor)
-        if len(sources) != len(self.entries):
-            entry = self.entries[len(sources)]
+        if not self.fits(leaves):
+            pairs = zip(self.entries, [*leaves, *[None] * len(self.entries)], strict=False)
+            entry = next(entry for entry, leaf in pairs if leaf is None or not _matches(leaf, entry))
             raise LeafError(
                 entry.name,
                 f"the leaves are not those of the layout ({entry.dtype}, {list(entry.shape)} expected here)",
                 "build a new layout: parameters, buffers or optimizer state changed shape or came and went",
             )
-        return sources
+        return [leaf.tensor for leaf in leaves]
 
     def _zero_gaps(self, region: torch.Tensor) -> None:
         for entry in self.entries:
             end = entry.offset_bytes + entry.num_bytes
             region[end : min(_aligned(end), self.num_bytes)].zero_()
+
+
+def _matches(leaf: Leaf, entry: Entry) -> bool:
+    tensor = leaf.tensor
+    return leaf.name == entry.name and tensor.dtype is entry.dtype and tensor.shape == entry.shape
 
 
 def _checked_row(row: Any) -> tuple[str, torch.dtype, list[int]]:

@@ -1,0 +1,51 @@
+"""The division of shared leaves is complete, balanced and the same everywhere."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from p2pstate.redundancy import divide
+
+SPECS = st.dictionaries(st.text(max_size=4), st.integers(0, 1 << 40), max_size=40).map(lambda d: list(d.items()))
+
+
+@settings(max_examples=200, deadline=None)
+@given(SPECS, st.integers(1, 9), st.randoms(use_true_random=False))
+def test_divide_any_leaves_gives_a_complete_balanced_division(specs, num_parts, source) -> None:
+    parts = divide(specs, num_parts)
+    assert len(parts) == num_parts
+    assert sorted(name for part in parts for name in part) == sorted(name for name, _ in specs)
+    assert all(part == sorted(part) for part in parts)
+    sizes = dict(specs)
+    loads = [sum(sizes[name] for name in part) for part in parts]
+    biggest = max(sizes.values(), default=0)
+    assert max(loads) - min(loads) <= biggest
+    shuffled = specs[:]
+    source.shuffle(shuffled)
+    assert divide(shuffled, num_parts) == parts
+
+
+@pytest.mark.parametrize(
+    ("specs", "num_parts", "parts"),
+    [
+        ([], 2, [[], []]),
+        ([("a", 5)], 1, [["a"]]),
+        ([("a", 5)], 3, [["a"], [], []]),
+        ([("a", 1), ("b", 2), ("c", 3)], 2, [["c"], ["a", "b"]]),
+        ([("a", 0), ("b", 0), ("c", 0), ("d", 0)], 2, [["a", "c"], ["b", "d"]]),
+        ([("w", 7), ("x", 7), ("y", 7), ("z", 7)], 2, [["w", "y"], ["x", "z"]]),
+    ],
+)
+def test_divide_table_of_cases(specs: list[tuple[str, int]], num_parts: int, parts: list[list[str]]) -> None:
+    assert divide(specs, num_parts) == parts
+
+
+@pytest.mark.parametrize(
+    ("specs", "num_parts", "sentence"),
+    [([], 0, "at least 1"), ([("a", 1), ("a", 2)], 2, "twice"), ([("a", -1)], 2, "negative")],
+)
+def test_divide_of_nonsense_is_refused(specs: list[tuple[str, int]], num_parts: int, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        divide(specs, num_parts)
