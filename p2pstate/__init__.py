@@ -1,0 +1,79 @@
+"""Checkpointless training: every rank's state lives in two machines' memory, current after every step.
+
+In: a training loop, the machines it runs on. Out: the same training, bit for bit, whatever process or node dies. See
+the README for how to use it.
+
+Layout, from the top down (a file imports only what stands above it):
+    errors.py               what can go wrong, by what the reader can do about it
+    types.py                versions, parts, slot records, rounds
+    placement.py            pure: whose node keeps whose copy
+    plan_recovery.py        pure: inventories -> what everybody resumes
+    redundancy.py           pure: who writes what all ranks hold alike
+    channel.py              framed messages between processes of one node
+    slots.py                the memory of one part of one version
+    vault.py                all slots of a node
+    state/errors.py         live objects <-> named leaves <-> bytes
+    groups/status.py        the process's one error flag
+    groups/sockets.py       finding and cutting connections
+    groups/echo.py          what a collective returns when nobody is there
+    groups/works.py         handles that turn errors into values
+    groups/inner.py         the real connections of one round
+    groups/group.py         the group that models hold
+    groups/registry.py      all groups, connected together
+    groups/gate.py          the vote
+    groups/install.py       torch's entry points
+    worker/link.py          the line to the agent
+    worker/context.py       this worker's place in the run
+    capture.py              live state -> own slots
+    replicate.py            own slots -> the buddy
+    recover.py              a round -> the same version everywhere
+    steps.py                the loop
+    replicator.py           the public object
+    worker/main.py          from fork to exit
+    agent/events.py         what happened, as JSON lines
+    agent/template.py       the process workers are forked from
+    agent/supervisor.py     the node's workers
+    agent/agent.py          rendezvous, vault and workers together
+    cli.py                  p2prun, p2pstate
+End of layout.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+if sys.platform != "linux":
+    raise ImportError(
+        f"p2pstate needs Linux (memfd, pidfd, parent-death signals); this is {sys.platform}: run it in a Linux "
+        "container or virtual machine"
+    )
+
+if TYPE_CHECKING:
+    from p2pstate.replicator import Replicator
+
+__version__ = "0.1.0"
+__all__ = ["Replicator", "init_process_group"]
+
+
+def init_process_group(**kwargs: Any) -> None:
+    """Create the default process group, from connections that p2pstate can replace while the model lives.
+
+    Takes the keyword arguments of ``torch.distributed.init_process_group`` except ``backend``, ``store``, ``rank`` and
+    ``world_size``, which the launcher gives. Raises ConfigError in a process that p2pstate did not start.
+    """
+    import torch.distributed as dist
+
+    from p2pstate.worker.context import current
+
+    current()
+    dist.init_process_group("p2p", **kwargs)
+
+
+def __getattr__(name: str) -> Any:
+    # Agents import this package too, and never need torch.
+    if name == "Replicator":
+        from p2pstate.replicator import Replicator
+
+        return Replicator
+    raise AttributeError(f"module 'p2pstate' has no attribute {name!r}")

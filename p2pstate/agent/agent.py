@@ -1,0 +1,457 @@
+"""One node of a run: membership, vault and workers brought together.
+
+In: views from the rendezvous, deaths and errors from the workers. Out: workers with the right ranks in every round, the
+abort of a round as soon as anybody knows that it cannot go on, and the run's verdict.
+
+A round ends when a worker of it dies, reports an error, or its node is no longer in the view. Whoever notices tells all
+agents (``abort``), which free their workers, and asks for a new view; the view says how its workers begin
+(types.Start).
+
+Invariants: everything here runs on the node's thread; a rank is never held by two live processes; the run ends only by
+a verdict (finished, failed for good, or this node's own end), and then no process of this node is left.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from p2pstate.agent.events import EventLog
+from p2pstate.agent.supervisor import Phase, Supervisor, WorkerProcess, describe_status
+from p2pstate.channel import Message
+from p2pstate.types import Part, RoundInfo, Start, Worker
+from p2pstate.vault import Vault, VaultFull
+from rendezvous.config import Config
+from rendezvous.node import Node
+from rendezvous.types import Change, Member, MemberChange, MemberKey, StoreReply, Verdict, View, split_address
+
+__all__ = ["EXIT_RETRY", "EXIT_STATE_LOST", "Agent", "Job"]
+
+EXIT_RETRY, EXIT_REPLACE, EXIT_STATE_LOST, EXIT_CONFIG = 75, 76, 77, 78
+ERROR_GRACE_S = 1.0  # an error without a death: give the detector of deaths the first word
+VERDICT_LINGER_S = 0.7
+DONE_INTERVAL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What the node's workers run."""
+
+    script: str
+    args: tuple[str, ...]
+    module: bool
+    num_workers: int
+    run_dir: str | None
+    quiet: bool
+    max_restarts: int
+    max_rounds_without_progress: int
+    spare_wait_s: float
+
+
+class Agent:
+    """rendezvous.types.Application and agent.supervisor.Listener in one."""
+
+    def __init__(self, config: Config, job: Job) -> None:
+        self._config = config
+        self._job = job
+        self._name = config.name
+        self.events = EventLog(config.name, job.run_dir, quiet=job.quiet)
+        self._vault = Vault(config.name)
+        self.node = Node(config, self)
+        self._supervisor = Supervisor(self.node, self, name=config.name, run_dir=job.run_dir, quiet=job.quiet)
+        self._view: View | None = None
+        self._info: RoundInfo | None = None
+        self._place: int | None = None
+        self._wants_round = ""  # why this node needs a new round; empty: it does not
+        self._start_over = ""  # types.Start that a worker's plan asks for
+        self._aborted_round = 0
+        self._lineage: dict[int, list[int]] = {}
+        self._done_places: dict[int, set[int]] = {}  # round -> places whose workers have all finished
+        self._newest_step = -1
+        self._rounds_without_progress = 0
+        self._num_restarts = 0
+        self._early_deaths = 0
+        self._waiting_timer: Any = None
+        self.verdict: Verdict | None = None
+
+    def run(self) -> int:
+        """Until the run's verdict; returns the exit code. No process or memory of this node is left afterwards."""
+        try:
+            self._supervisor.start()
+            self._supervisor.keep_spares(self._job.num_workers + 1)
+            self.node.run()
+        finally:
+            self._supervisor.close()
+            self.node.close()
+            self._vault.close()
+            self.events.close()
+        assert self.verdict is not None
+        return self.verdict.code
+
+    def end(self, code: int, text: str) -> None:
+        """This node's own end (a signal, eviction): the others are told, and go on without it."""
+        if self.verdict is None:
+            self.verdict = Verdict(code, text, self.node.key)
+            self.events.emit("verdict", text, code=code, text=text)
+            self.node.leave(text)
+            self.node.call_later(VERDICT_LINGER_S, self.node.stop)
+
+    # -- rendezvous.types.Application
+
+    def ballot(self) -> dict[str, Any]:
+        fresh = any(w.phase is Phase.FRESH for w in self._supervisor.assigned())
+        return {"wants_round": self._wants_round, "start_over": self._start_over, "fresh": fresh}
+
+    def decide(
+        self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
+    ) -> tuple[bool, dict[str, Any]]:
+        asked = {str(ballot.get("start_over", "")) for ballot in ballots.values()}
+        if previous is None or Start.FRESH in asked or any(ballot.get("fresh") for ballot in ballots.values()):
+            start = Start.FRESH
+        elif Start.RESTART in asked:
+            start = Start.RESTART
+        else:
+            start = Start.IN_PLACE
+        return any(ballot.get("wants_round") for ballot in ballots.values()), {"start": start}
+
+    def on_view(self, view: View) -> None:
+        self._cancel_waiting()
+        self._view = view
+        self._place = view.place_of(self.node.key)
+        start = str(view.data.get("start", Start.IN_PLACE))
+        places, spares = [m.name for m in view.places], [m.name for m in view.spares]
+        new_round = self._info is None or view.round != self._info.epoch
+        fields = {"epoch": view.epoch, "round": view.round, "places": places, "spares": spares, "start": start}
+        sentence = f"view {view.epoch}: training on {', '.join(places)}" + (
+            f", spare {', '.join(spares)}" if spares else ""
+        )
+        self.events.emit("view", f"{sentence} ({view.reason})", reason=view.reason, **fields)
+        if new_round:
+            self._begin_round(view, start)
+
+    def on_waiting(self, reason: str) -> None:
+        self.events.emit("waiting", f"waiting: {reason}", reason=reason)
+        if self._waiting_timer is None and self._view is not None:
+            self._waiting_timer = self.node.call_later(
+                self._job.spare_wait_s,
+                lambda: self._declare(
+                    EXIT_RETRY, f"no view within {self._job.spare_wait_s:.0f} s of waiting (--spare-wait): {reason}"
+                ),
+            )
+
+    def on_member(self, change: MemberChange) -> None:
+        name = change.member.name
+        if change.kind is Change.JOINED:
+            self.events.emit("node_joined", member=name)
+        elif change.kind in (Change.DEAD, Change.LEFT):
+            fields = {"member": name, "reason": change.reason, "proof": change.proof}
+            self.events.emit("member_dead", f"node {name} is gone: {change.reason}", **fields)
+            if self._view and self._view.place_of(change.member.key) is not None:
+                self._abort(self._view.round, f"node {name} is gone: {change.reason}", tell_others=False)
+        else:
+            self.events.emit(f"member_{change.kind.value}", member=name, reason=change.reason)
+
+    def on_message(self, sender: MemberKey, kind: str, body: Any) -> None:
+        if kind == "abort" and isinstance(body, list) and len(body) == 2:
+            self._abort(int(body[0]), str(body[1]), tell_others=False)
+        elif kind == "done" and isinstance(body, list) and len(body) == 2:
+            self._place_done(int(body[0]), int(body[1]))
+
+    def on_verdict(self, verdict: Verdict) -> None:
+        if self.verdict is not None:
+            return
+        self.verdict = verdict
+        self.events.emit("verdict", f"the run has ended: {verdict.text}", code=verdict.code, text=verdict.text)
+        if verdict.code == 0:
+            self.node.call_later(VERDICT_LINGER_S, self.node.stop)
+            return
+        for worker in self._supervisor.assigned():
+            self._supervisor.kill(worker)
+        self.node.call_later(VERDICT_LINGER_S, self.node.stop)
+
+    def on_evicted(self, view: View) -> None:
+        text = f"the job went on without this node (view {view.epoch}: {view.reason}); its workers were ended"
+        for worker in self._supervisor.assigned():
+            self._supervisor.kill(worker)
+        self.end(EXIT_REPLACE, text)
+
+    # -- agent.supervisor.Listener
+
+    def on_worker_ready(self, worker: WorkerProcess) -> None:
+        self._early_deaths = 0
+        self._fill()
+
+    def on_worker_message(self, worker: WorkerProcess, message: Message) -> None:
+        kind = message.pop("t")
+        handler = getattr(self, f"_on_{kind}", None)
+        if handler is None:
+            raise AssertionError(f"a worker sent {kind!r}, which no agent knows")
+        handler(worker, **message)
+
+    def on_worker_ended(self, worker: WorkerProcess, status: int) -> None:
+        cause = describe_status(status)
+        if worker.rank is None:
+            self._spare_ended(worker, cause)
+            return
+        finished = worker.phase is Phase.FINISHED and status == 0
+        sentence = "" if finished else f"rank {worker.rank} (pid {worker.pid}) ended: {cause}"
+        self.events.emit("worker_exited", sentence, rank=worker.rank, pid=worker.pid, cause=cause, node_alive=True)
+        if self.verdict is not None:
+            return
+        if worker.failure is not None:
+            code, text = worker.failure
+            first = text.strip().splitlines()[-1] if text.strip() else "no reason given"
+            self._declare(code, f"rank {worker.rank} failed in user code: {first}")
+        elif finished:
+            self._check_done()
+        elif worker.phase in (Phase.DONE, Phase.FINISHED):
+            self._declare(EXIT_RETRY, f"rank {worker.rank} died after training had ended: {cause}")
+        elif self._info is not None and worker.epoch >= 0:
+            self._worker_died(worker, cause)
+
+    def on_template_ended(self, reason: str) -> None:
+        if self.verdict is None:
+            self.end(EXIT_REPLACE, f"{reason}: this node cannot make workers any more")
+
+    # -- what workers say (see worker/link.py and steps.py)
+
+    def _on_in_loop(self, worker: WorkerProcess) -> None:
+        if worker.phase is not Phase.ALONE:  # a rehearsing newcomer is in the loop once it has joined
+            worker.phase = Phase.LOOP
+
+    def _on_resumed(self, worker: WorkerProcess, epoch: int, version: list[int]) -> None:
+        worker.phase = Phase.LOOP
+        self._lineage[epoch] = version
+
+    def _on_loop_done(self, worker: WorkerProcess, step: int) -> None:
+        worker.phase = Phase.DONE
+
+    def _on_finished(self, worker: WorkerProcess) -> None:
+        worker.phase = Phase.FINISHED
+        self.events.emit("finished", rank=worker.rank)
+
+    def _on_failed(self, worker: WorkerProcess, code: int, text: str) -> None:
+        worker.failure = (code if 0 < code < 256 else 1, text)
+
+    def _on_error(self, worker: WorkerProcess, epoch: int, text: str, training: bool) -> None:
+        """A worker cannot go on in its round although nobody is known to be dead."""
+        if self._info is None or epoch != self._info.epoch or self._aborted_round >= epoch:
+            return
+        reason = f"rank {worker.rank}: {text}"
+        if not training:
+            reason = f"{reason} (training itself was not affected)"
+
+        def still_unexplained() -> None:
+            if self._info is not None and self._info.epoch == epoch and self.verdict is None:
+                self._wants_round = self._wants_round or reason
+                self._abort(epoch, reason, tell_others=True)
+                self.node.propose(reason)
+
+        self.node.call_later(ERROR_GRACE_S, still_unexplained)
+
+    def _on_start_over(self, worker: WorkerProcess, epoch: int, start: str, reason: str) -> None:
+        if self._info is not None and epoch == self._info.epoch:
+            self._start_over = start if start in (Start.FRESH, Start.RESTART) else Start.FRESH
+            self._wants_round = reason
+            self._abort(epoch, reason, tell_others=True)
+            self.node.propose(reason)
+
+    def _on_step(
+        self, worker: WorkerProcess, step: int, seconds: float, protected: int | None, loss: float | None
+    ) -> None:
+        if step > self._newest_step:
+            self._newest_step = step
+            self._rounds_without_progress = 0
+        self.events.emit("step", rank=worker.rank, step=step, seconds=seconds, protected=protected, loss=loss)
+
+    def _on_event(self, worker: WorkerProcess, kind: str, **fields: Any) -> None:
+        sentence = ""
+        if kind == "recovery":
+            sentence = (
+                f"rank {worker.rank} resumed step {fields['version'][1]} from {fields['source']}"
+                f" ({fields['steps_lost']} steps lost)"
+            )
+        self.events.emit(kind, sentence, rank=worker.rank, **fields)
+
+    def _on_store(
+        self, worker: WorkerProcess, id: int, epoch: int, op: str, args: list[Any], deadline_s: float
+    ) -> None:
+        def reply(answer: StoreReply) -> None:
+            fields = {"ok": answer.ok, "value": answer.value, "error": answer.error, "ended": answer.ended}
+            self._supervisor.tell(worker, {"t": "reply", "id": id, "timed_out": answer.timed_out, **fields})
+
+        self.node.store_request(epoch, op, args, deadline_s, reply)
+
+    def _on_allocate(self, worker: WorkerProcess, id: int, part: list[Any], index: int, num_bytes: int) -> None:
+        try:
+            _, fd = self._vault.allocate(Part(*part), index, num_bytes)
+        except VaultFull as error:
+            self._supervisor.tell(worker, {"t": "reply", "id": id, "error": str(error)})
+        else:
+            self._supervisor.tell(worker, {"t": "reply", "id": id}, (fd,))
+
+    def _on_open(self, worker: WorkerProcess, id: int, slot: int) -> None:
+        fd = self._vault.open(slot)
+        self._supervisor.tell(worker, {"t": "reply", "id": id}, (fd,) if fd is not None else ())
+
+    def _on_inventory(self, worker: WorkerProcess, id: int) -> None:
+        records = [record.pack() for record in self._vault.records()]
+        lineage = [[epoch, version] for epoch, version in self._lineage.items()]
+        self._supervisor.tell(worker, {"t": "reply", "id": id, "records": records, "lineage": lineage})
+
+    # -- rounds
+
+    def _begin_round(self, view: View, start: str) -> None:
+        previous, self._info = self._info, self._round_info(view, start)
+        self._wants_round = self._start_over = ""
+        if previous is not None:
+            self._abort(previous.epoch, view.reason, tell_others=False)
+            self._rounds_without_progress += 1
+            if self._rounds_without_progress > self._job.max_rounds_without_progress:
+                self._declare(
+                    EXIT_RETRY,
+                    f"{self._rounds_without_progress - 1} rounds in a row brought no step beyond {self._newest_step}; "
+                    f"the last reason was: {view.reason}",
+                )
+                return
+        keep = start == Start.IN_PLACE and self._place is not None
+        for worker in self._supervisor.assigned():
+            joinable = worker.phase in (Phase.LOOP, Phase.ALONE, Phase.DONE)
+            if (keep and joinable and worker.rank in self._my_ranks()) or (
+                start == Start.RESTART and worker.phase is Phase.ALONE and worker.rank in self._my_ranks()
+            ):
+                worker.epoch = self._info.epoch
+                self._supervisor.tell(worker, {"t": "round", "round": self._info.pack()})
+            else:
+                self._supervisor.kill(worker)
+        self._fill()
+
+    def _round_info(self, view: View, start: str) -> RoundInfo:
+        workers: list[Worker] = []
+        for member in view.places:
+            host, _ = split_address(member.address)
+            for local_rank in range(self._job.num_workers):
+                workers.append(Worker(len(workers), local_rank, member.name, host))
+        return RoundInfo(self._config.run_id, view.nonce, view.round, start, view.reason, tuple(workers))
+
+    def _my_ranks(self) -> range:
+        if self._place is None:
+            return range(0)
+        return range(self._place * self._job.num_workers, (self._place + 1) * self._job.num_workers)
+
+    def _fill(self) -> None:
+        """Give every rank of this node that no process holds to a spare, as far as spares are ready."""
+        if self.verdict is not None or self._info is None:
+            return
+        for local_rank, rank in enumerate(self._my_ranks()):
+            if self._supervisor.of_rank(rank) is not None:
+                continue
+            spare = self._supervisor.spare()
+            if spare is None:
+                return
+            fresh = self._info.start == Start.FRESH and self._aborted_round < self._info.epoch
+            if not fresh and self._info.start == Start.FRESH and self._newest_step < 0:
+                return  # the next view decides how everybody begins
+            self._assign(spare, rank, local_rank, fresh)
+
+    def _assign(self, spare: WorkerProcess, rank: int, local_rank: int, fresh: bool) -> None:
+        assert self._info is not None
+        assert self._place is not None
+        info, num_local = self._info, self._job.num_workers
+        usable = self._aborted_round < info.epoch
+        spare.epoch = info.epoch
+        environ = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(info.world_size),
+            "LOCAL_WORLD_SIZE": str(num_local),
+            "GROUP_RANK": str(self._place),
+            "GROUP_WORLD_SIZE": str(info.world_size // num_local),
+            "P2PSTATE_RUN_ID": info.run_id,
+            "P2PSTATE_NODE": self._name,
+            "P2PSTATE_AGENT_PID": str(os.getpid()),
+        }
+        if num_local > 1:
+            environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+        message = {
+            "t": "assign",
+            "rank": rank,
+            "local_rank": local_rank,
+            "num_local": num_local,
+            "world_size": info.world_size,
+            "host": info.workers[rank].host,
+            "epoch": info.epoch,
+            "fresh": fresh,
+            "round": info.pack() if usable else None,
+            "environ": environ,
+            "script": self._job.script,
+            "args": list(self._job.args),
+            "module": self._job.module,
+        }
+        self._supervisor.assign(spare, message, rank, local_rank, Phase.FRESH if fresh else Phase.ALONE)
+        fields = {"rank": rank, "local_rank": local_rank, "pid": spare.pid, "warm": True}
+        self.events.emit("worker_started", f"rank {rank} is pid {spare.pid}", **fields)
+
+    def _abort(self, round_: int, reason: str, *, tell_others: bool) -> None:
+        """Free every worker of this round. Idempotent."""
+        if self._info is None or round_ != self._info.epoch or self._aborted_round >= round_:
+            return
+        self._aborted_round = round_
+        self.events.emit("abort", f"round {round_} is over: {reason}", round=round_, reason=reason)
+        if tell_others:
+            self.node.broadcast("abort", [round_, reason])
+        for worker in self._supervisor.assigned():
+            self._supervisor.tell(worker, {"t": "abort", "epoch": round_, "reason": reason})
+
+    def _worker_died(self, worker: WorkerProcess, cause: str) -> None:
+        assert self._info is not None
+        if worker.epoch < self._info.epoch and self._info.start != Start.IN_PLACE:
+            self._fill()  # it belonged to a round that everybody has left
+            return
+        reason = f"rank {worker.rank} on {self._name} died: {cause}"
+        self._num_restarts += 1
+        if self._num_restarts > self._job.max_restarts:
+            self._declare(EXIT_RETRY, f"{reason}; --max-restarts {self._job.max_restarts} is used up")
+            return
+        self._wants_round = reason
+        self._abort(self._info.epoch, reason, tell_others=True)
+        self.node.propose(reason)
+        self._fill()
+
+    def _spare_ended(self, worker: WorkerProcess, cause: str) -> None:
+        self._early_deaths += 1
+        self.events.emit("spare_exited", f"a spare (pid {worker.pid}) ended: {cause}", pid=worker.pid, cause=cause)
+        if self._early_deaths > 3 and self.verdict is None:
+            self.end(
+                EXIT_REPLACE, f"workers cannot start on this node: {self._early_deaths} spares ended in a row ({cause})"
+            )
+
+    # -- the end
+
+    def _check_done(self) -> None:
+        """Tell everybody when all of this node's ranks have finished, until there is a verdict."""
+        if self._info is None or self._place is None or self.verdict is not None:
+            return
+        if self._supervisor.assigned():
+            return
+        self.node.broadcast("done", [self._info.epoch, self._place])
+        self._place_done(self._info.epoch, self._place)
+        self.node.call_later(DONE_INTERVAL_S, self._check_done)
+
+    def _place_done(self, round_: int, place: int) -> None:
+        done = self._done_places.setdefault(round_, set())
+        done.add(place)
+        view = self._view
+        if view is not None and view.round == round_ and len(done) == len(view.places) and self.verdict is None:
+            self._declare(0, "finished: every rank's script ended well")
+
+    def _declare(self, code: int, text: str) -> None:
+        if self.verdict is None:
+            self.node.declare(Verdict(code, text, self.node.key))
+
+    def _cancel_waiting(self) -> None:
+        if self._waiting_timer is not None:
+            self._waiting_timer.cancel()
+            self._waiting_timer = None

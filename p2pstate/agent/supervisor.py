@@ -1,0 +1,301 @@
+"""The worker processes of one node: forked from the template, given ranks, watched, replaced.
+
+In: requests (keep so many ready, give this rank to one, kill these) and what the template and the workers say. Out:
+calls to a listener. Output of each worker goes to its own log file and, unless quiet, to the console with its rank in
+front.
+
+Invariants: a rank is given to a new process only after the old one was reaped; a worker that ends is always reported,
+exactly once, after everything it said.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from p2pstate.channel import Channel, ChannelClosed, Message
+from rendezvous.node import Node
+
+__all__ = ["Listener", "Phase", "Supervisor", "WorkerProcess", "describe_status"]
+
+MAX_LINE_BYTES = 1 << 16
+EXIT_GRACE_S = 10.0
+
+
+class Phase(enum.Enum):
+    """How far a worker is."""
+
+    STARTING = "starting"  # forked, not ready yet
+    SPARE = "spare"  # ready, without a rank
+    FRESH = "fresh"  # runs the script connected, has not reached its loop
+    ALONE = "alone"  # runs the script alone, has not joined yet
+    LOOP = "loop"  # in its training loop
+    DONE = "done"  # has left its training loop at the agreed step
+    FINISHED = "finished"  # its script ended well
+
+
+@dataclass(slots=True, eq=False)
+class WorkerProcess:
+    pid: int
+    channel: Channel
+    phase: Phase = Phase.STARTING
+    rank: int | None = None
+    local_rank: int | None = None
+    epoch: int = 0  # the newest round it was told
+    failure: tuple[int, str] | None = None  # exit code and traceback, when the script failed
+    ended: bool = False
+    outputs: dict[int, bytearray] = field(default_factory=dict)
+    log: int | None = None
+
+
+class Listener(Protocol):
+    def on_worker_ready(self, worker: WorkerProcess) -> None: ...
+
+    def on_worker_message(self, worker: WorkerProcess, message: Message) -> None: ...
+
+    def on_worker_ended(self, worker: WorkerProcess, status: int) -> None: ...
+
+    def on_template_ended(self, reason: str) -> None: ...
+
+
+class Supervisor:
+    """All callbacks come from the node's thread."""
+
+    def __init__(self, node: Node, listener: Listener, *, name: str, run_dir: str | None, quiet: bool) -> None:
+        self._node = node
+        self._listener = listener
+        self._quiet = quiet
+        self._log_dir = os.path.join(run_dir, "logs", name) if run_dir else None
+        self._template: Channel | None = None
+        self._template_process: subprocess.Popen[bytes] | None = None
+        self._template_ready = False
+        self._waiting: dict[int, tuple[Channel, dict[int, bytearray]]] = {}
+        self._next_id = 1
+        self._wanted = 0
+        self.workers: dict[int, WorkerProcess] = {}
+
+    # -- what the agent asks for
+
+    def start(self) -> None:
+        """Start the template. Raises OSError when no process can be made."""
+        server = os.environ.get("P2PSTATE_FORKSERVER")
+        if server:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            sock.connect(server)
+            self._template = Channel(sock, blocking=False)
+        else:
+            self._template, theirs = Channel.pair()
+            command = [sys.executable, "-m", "p2pstate.agent.template", str(theirs.fileno()), str(os.getpid())]
+            self._template_process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            theirs.close()
+        self._node.add_reader(self._template.fileno(), self._read_template)
+
+    def keep_spares(self, wanted: int) -> None:
+        """Have this many workers without a rank, now and from now on."""
+        self._wanted = wanted
+        self._fork_missing()
+
+    def spare(self) -> WorkerProcess | None:
+        """A worker that is ready and has no rank."""
+        return next((w for w in self.workers.values() if w.phase is Phase.SPARE and not w.ended), None)
+
+    def of_rank(self, rank: int) -> WorkerProcess | None:
+        """The process that has this rank and was not reaped yet."""
+        return next((w for w in self.workers.values() if w.rank == rank), None)
+
+    def assigned(self) -> list[WorkerProcess]:
+        return [w for w in self.workers.values() if w.rank is not None]
+
+    def tell(self, worker: WorkerProcess, message: Message, fds: tuple[int, ...] = ()) -> None:
+        """Send; a worker that does not take its messages any more is killed."""
+        if worker.ended:
+            return
+        try:
+            worker.channel.send(message, fds)
+        except ChannelClosed:
+            self.kill(worker)
+
+    def assign(self, worker: WorkerProcess, message: Message, rank: int, local_rank: int, phase: Phase) -> None:
+        worker.rank, worker.local_rank, worker.phase = rank, local_rank, phase
+        self._open_log(worker)
+        self.tell(worker, message)
+        self._fork_missing()
+
+    def kill(self, worker: WorkerProcess) -> None:
+        """SIGKILL; the template reaps it and ends the rest of its session."""
+        if not worker.ended:
+            with contextlib.suppress(ProcessLookupError):  # dead already, its report is under way
+                os.kill(worker.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End every process of this node. Bounded: SIGKILL, then the template's end."""
+        self._wanted = 0
+        for worker in list(self.workers.values()):
+            self.kill(worker)
+        if self._template is not None:
+            self._node.remove_reader(self._template.fileno())
+            self._template.close()
+            self._template = None
+        if self._template_process is not None:
+            try:
+                self._template_process.wait(2.0)
+            except subprocess.TimeoutExpired:
+                self._template_process.kill()
+                self._template_process.wait(2.0)
+        for worker in list(self.workers.values()):
+            self._forget(worker)
+
+    # -- the template
+
+    def _fork_missing(self) -> None:
+        if not self._template_ready or self._template is None:
+            return
+        unassigned = sum(1 for w in self.workers.values() if w.rank is None and not w.ended)
+        for _ in range(self._wanted - unassigned - len(self._waiting)):
+            ours, theirs = Channel.pair()
+            out_read, out_write = os.pipe2(os.O_CLOEXEC)
+            err_read, err_write = os.pipe2(os.O_CLOEXEC)
+            number = self._next_id
+            self._next_id += 1
+            self._waiting[number] = (ours, {out_read: bytearray(), err_read: bytearray()})
+            message = {"t": "spawn", "id": number, "environ": dict(os.environ), "cwd": os.getcwd()}
+            self._template.send(message, (theirs.fileno(), out_write, err_write))
+            theirs.close()
+            os.close(out_write)
+            os.close(err_write)
+
+    def _read_template(self) -> None:
+        assert self._template is not None
+        try:
+            for message, _ in self._template.receive():
+                self._handle_template(message)
+            self._template.flush()
+        except ChannelClosed:
+            self._node.remove_reader(self._template.fileno())
+            self._template.close()
+            self._template, self._template_ready = None, False
+            self._listener.on_template_ended("the process that workers are forked from has ended")
+
+    def _handle_template(self, message: Message) -> None:
+        if message["t"] == "template_ready":
+            self._template_ready = True
+            self._fork_missing()
+        elif message["t"] == "spawned":
+            channel, outputs = self._waiting.pop(message["id"])
+            worker = WorkerProcess(message["pid"], channel, outputs=outputs)
+            self.workers[worker.pid] = worker
+            self._node.add_reader(channel.fileno(), lambda: self._read_worker(worker))
+            for fd in outputs:
+                os.set_blocking(fd, False)
+                self._node.add_reader(fd, lambda fd=fd: self._read_output(worker, fd))  # type: ignore[misc]
+        elif message["t"] == "exited":
+            ended = self.workers.get(message["pid"])
+            if ended is not None:
+                self._ended(ended, message["status"])
+
+    # -- the workers
+
+    def _read_worker(self, worker: WorkerProcess) -> None:
+        try:
+            messages = worker.channel.receive()
+            worker.channel.flush()
+        except ChannelClosed:
+            self._node.remove_reader(worker.channel.fileno())
+            worker.channel.close()
+            worker.ended = True
+            # A closed line means that the process is exiting; one that lives on regardless is of no use to anybody.
+            self._node.call_later(EXIT_GRACE_S, lambda: self._kill_if_alive(worker))
+            return
+        for message, _ in messages:
+            if message["t"] == "ready":
+                worker.phase = Phase.SPARE
+                self._listener.on_worker_ready(worker)
+            else:
+                self._listener.on_worker_message(worker, message)
+
+    def _kill_if_alive(self, worker: WorkerProcess) -> None:
+        if worker.pid in self.workers and self._template is not None:
+            try:
+                self._template.send({"t": "kill", "pid": worker.pid})
+            except ChannelClosed:
+                return  # the template is gone, and its workers with it
+
+    def _ended(self, worker: WorkerProcess, status: int) -> None:
+        if not worker.ended:
+            self._read_worker(worker)  # what it said before it ended
+        for fd in list(worker.outputs):
+            self._read_output(worker, fd)
+        self._forget(worker)
+        self._listener.on_worker_ended(worker, status)
+        self._fork_missing()
+
+    def _forget(self, worker: WorkerProcess) -> None:
+        self.workers.pop(worker.pid, None)
+        if not worker.channel.closed:
+            self._node.remove_reader(worker.channel.fileno())
+            worker.channel.close()
+        worker.ended = True
+        for fd in list(worker.outputs):
+            self._close_output(worker, fd)
+        if worker.log is not None:
+            os.close(worker.log)
+            worker.log = None
+
+    # -- output
+
+    def _open_log(self, worker: WorkerProcess) -> None:
+        if self._log_dir is None:
+            return
+        os.makedirs(self._log_dir, exist_ok=True)
+        path = os.path.join(self._log_dir, f"{worker.rank}.{worker.pid}.log")
+        worker.log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def _read_output(self, worker: WorkerProcess, fd: int) -> None:
+        pending = worker.outputs.get(fd)
+        if pending is None:
+            return
+        while True:
+            try:
+                data = os.read(fd, MAX_LINE_BYTES)
+            except BlockingIOError:
+                return
+            if not data:
+                if pending:
+                    self._show(worker, bytes(pending) + b"\n")
+                self._close_output(worker, fd)
+                return
+            if worker.log is not None:
+                os.write(worker.log, data)
+            pending += data
+            end = pending.rfind(b"\n") + 1
+            if not end and len(pending) > MAX_LINE_BYTES:
+                end = len(pending)
+            if end:
+                self._show(worker, bytes(pending[:end]))
+                del pending[:end]
+
+    def _show(self, worker: WorkerProcess, text: bytes) -> None:
+        if self._quiet and worker.log is not None:
+            return
+        prefix = f"[{worker.rank if worker.rank is not None else 'spare'}] ".encode()
+        os.write(2, b"".join(prefix + line for line in text.splitlines(keepends=True)))
+
+    def _close_output(self, worker: WorkerProcess, fd: int) -> None:
+        if worker.outputs.pop(fd, None) is not None:
+            self._node.remove_reader(fd)
+            os.close(fd)
+
+
+def describe_status(status: int) -> str:
+    """A wait status in words: ``signal 9 (SIGKILL)`` or ``exit 1``."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        return f"signal {number} ({signal.Signals(number).name})"
+    return f"exit {os.waitstatus_to_exitcode(status)}"

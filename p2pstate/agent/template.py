@@ -1,0 +1,203 @@
+"""The process that a node's workers are forked from: torch imported once, a worker in milliseconds.
+
+In: ``spawn`` messages with the worker's channel and output descriptors. Out: ``spawned`` (pid) and ``exited`` (pid,
+wait status) messages. The template never starts a thread and never touches a device, so forking it is safe; workers
+and the agent's other children are never its business.
+
+Fate: the template ends when its agent does (parent-death signal, and end of file on its channel), and its workers end
+with the template (parent-death signal). Each worker leads a session of its own, which is killed as a whole when it
+dies: forked loader children would otherwise keep its sockets open.
+
+Run as ``python -m p2pstate.agent.template FD`` by an agent, or with ``--listen PATH`` as a server that forks one
+template for every agent that connects (set ``P2PSTATE_FORKSERVER=PATH``; it keeps many short runs on one machine
+cheap).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from p2pstate.channel import Channel, ChannelClosed
+
+__all__ = ["die_with_parent", "kill_session", "main", "preload"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when the thread that forked it ends. Call it first thing in the child."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != parent_pid:
+        os._exit(1)  # the parent ended before the signal was set
+
+
+def kill_session(leader_pid: int) -> None:
+    """SIGKILL every process of the session that ``leader_pid`` led."""
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                fields = file.read().rpartition(b")")[2].split()
+            if int(fields[3]) == leader_pid:
+                os.kill(int(name), signal.SIGKILL)
+        except (OSError, IndexError, ValueError):
+            continue  # it ended while we looked
+
+
+def preload() -> None:
+    """Import what training scripts need, so that a forked worker has it at once."""
+    import numpy  # noqa: F401
+    import torch
+    import torch._dynamo  # optimizers import it at their first step
+    import torch.distributed
+    import torch.distributed.fsdp
+    import torch.distributed.tensor
+    import torch.nn.parallel
+    import torch.utils.data  # noqa: F401
+
+    import p2pstate.worker.main  # noqa: F401
+
+
+class Template:
+    """The loop of one node's template process."""
+
+    def __init__(self, channel: Channel, lower_priority: bool = True) -> None:
+        self._channel = channel
+        self._lower_priority = lower_priority
+        self._children: set[int] = set()
+
+    def run(self) -> None:
+        wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's to handle
+        gc.collect()
+        gc.freeze()
+        self._channel.send({"t": "template_ready", "pid": os.getpid()})
+        poller = select.poll()
+        poller.register(self._channel.fileno(), select.POLLIN)
+        poller.register(wake_read, select.POLLIN)
+        try:
+            while True:
+                poller.poll(1000)
+                with contextlib.suppress(BlockingIOError):
+                    os.read(wake_read, 512)
+                self._reap()
+                for message, fds in self._channel.receive():
+                    self._handle(message, fds, [wake_read, wake_write])
+        except ChannelClosed:
+            for pid in self._children:
+                kill_session(pid)
+
+    def _handle(self, message: dict[str, Any], fds: list[int], own_fds: list[int]) -> None:
+        if message["t"] == "spawn":
+            parent = os.getpid()
+            pid = os.fork()
+            if pid == 0:
+                self._become_worker(parent, message, fds, own_fds)
+            for fd in fds:
+                os.close(fd)
+            self._children.add(pid)
+            self._channel.send({"t": "spawned", "id": message["id"], "pid": pid})
+        elif message["t"] == "kill" and message["pid"] in self._children:
+            kill_session(message["pid"])
+
+    def _become_worker(self, parent: int, message: dict[str, Any], fds: list[int], own_fds: list[int]) -> None:
+        code = 1
+        try:
+            die_with_parent(parent)
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            sock_fd, out_fd, err_fd = fds
+            os.dup2(out_fd, 1)
+            os.dup2(err_fd, 2)
+            for fd in (out_fd, err_fd, self._channel.fileno(), *own_fds):
+                os.close(fd)
+            if self._lower_priority:
+                with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                    file.write("500")  # the agent, which holds the copies, must outlive its workers
+            os.environ.clear()
+            os.environ.update(message["environ"])
+            os.chdir(message["cwd"])
+            from p2pstate.worker.main import worker_main
+
+            code = worker_main(socket.socket(fileno=sock_fd))
+        except BaseException:
+            import traceback
+
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(Exception):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+    def _reap(self) -> None:
+        while self._children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._children:
+                self._children.discard(pid)
+                kill_session(pid)
+                with contextlib.suppress(ChannelClosed):
+                    self._channel.send({"t": "exited", "pid": pid, "status": status})
+
+
+def _serve(sock: socket.socket) -> None:
+    channel = Channel(sock, blocking=False)
+    Template(channel).run()
+
+
+def _listen(path: str, ready: Callable[[], None] = lambda: None) -> None:
+    """Fork one template per connection until standard input closes."""
+    preload()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    listener.bind(path)
+    listener.listen(64)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    print("ready", flush=True)
+    ready()
+    while True:
+        readable, _, _ = select.select([listener, sys.stdin], [], [])
+        if sys.stdin in readable and not sys.stdin.read(1):
+            return
+        if listener in readable:
+            sock, _ = listener.accept()
+            parent = os.getpid()
+            if os.fork() == 0:
+                die_with_parent(parent)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                listener.close()
+                _serve(sock)
+                os._exit(0)
+            sock.close()
+
+
+def main(argv: list[str]) -> None:
+    if argv[0] == "--listen":
+        _listen(argv[1])
+        return
+    fd, parent = int(argv[0]), int(argv[1])
+    die_with_parent(parent)
+    preload()
+    _serve(socket.socket(fileno=fd))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,171 @@
+"""Framed messages, with file descriptors, over one Unix stream socket.
+
+In: MessagePack-able dictionaries (key ``"t"`` names the kind) and, beside them, file descriptors. Out: the same at the
+other end, in order. Used between an agent, its template process and its workers: always two processes of one user on
+one host, connected by a socket pair that the agent made. A frame is ``length (4 bytes) | number of descriptors (1) |
+MessagePack``.
+
+Invariants: messages are never reordered or torn; descriptors arrive with the message that carries them; a peer that
+does not read cannot block a non-blocking channel (its messages queue up to ``MAX_QUEUED_BYTES``, then
+:class:`ChannelClosed`). Limits: a frame is at most ``MAX_FRAME_BYTES``.
+"""
+
+from __future__ import annotations
+
+import array
+import os
+import socket
+import struct
+import threading
+from collections import deque
+from typing import Any
+
+import msgpack
+
+__all__ = ["MAX_FRAME_BYTES", "Channel", "ChannelClosed", "Message"]
+
+Message = dict[str, Any]
+
+MAX_FRAME_BYTES = 64 << 20
+MAX_QUEUED_BYTES = 16 << 20
+MAX_FDS = 16
+_HEAD = struct.Struct("<IB")
+
+
+class ChannelClosed(Exception):
+    """The other end is gone (its process ended), or does not read any more."""
+
+
+class Channel:
+    """One end of a framed Unix socket. Sending is safe from any thread, receiving from one."""
+
+    def __init__(self, sock: socket.socket, *, blocking: bool) -> None:
+        sock.setblocking(blocking)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+        self._sock = sock
+        self._blocking = blocking
+        self._send_lock = threading.Lock()
+        self._outgoing: deque[tuple[memoryview, list[int]]] = deque()
+        self._queued_bytes = 0
+        self._incoming = bytearray()
+        self._fds: deque[int] = deque()
+        self.closed = False
+
+    @staticmethod
+    def pair() -> tuple[Channel, socket.socket]:
+        """A non-blocking channel for this process, and the plain socket to hand to the other one."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        return Channel(ours, blocking=False), theirs
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def send(self, message: Message, fds: tuple[int, ...] = ()) -> None:
+        """Send one message; descriptors are duplicated by the kernel, the caller keeps its own.
+
+        Raises ChannelClosed when the peer is gone, or has more than ``MAX_QUEUED_BYTES`` waiting.
+        """
+        body = msgpack.packb(message, use_bin_type=True)
+        if len(body) > MAX_FRAME_BYTES:
+            raise ValueError(f"message {message.get('t')!r} has {len(body)} bytes, the limit is {MAX_FRAME_BYTES}")
+        frame = memoryview(_HEAD.pack(len(body), len(fds)) + body)
+        with self._send_lock:
+            if self.closed:
+                raise ChannelClosed("the channel was closed")
+            if self._blocking:
+                self._send_all(frame, list(fds))
+                return
+            # Queued descriptors are duplicates of our own, so the caller may close his at once.
+            self._outgoing.append((frame, [os.dup(fd) for fd in fds]))
+            self._queued_bytes += len(frame)
+            self._flush()
+            if self._queued_bytes > MAX_QUEUED_BYTES:
+                raise ChannelClosed(f"the peer has left {self._queued_bytes} bytes unread")
+
+    def flush(self) -> bool:
+        """Go on sending what a full socket buffer held back. True when nothing is left."""
+        with self._send_lock:
+            if not self.closed:
+                self._flush()
+            return not self._outgoing
+
+    def receive(self) -> list[tuple[Message, list[int]]]:
+        """Every whole message that has arrived. A blocking channel waits for at least one.
+
+        Raises ChannelClosed at end of file.
+        """
+        out: list[tuple[Message, list[int]]] = []
+        while True:
+            out.extend(self._whole_frames())
+            if out and self._blocking:
+                return out
+            try:
+                data, ancillary, _, _ = self._sock.recvmsg(1 << 18, socket.CMSG_SPACE(MAX_FDS * 4))
+            except BlockingIOError:
+                return out
+            except OSError as error:
+                raise ChannelClosed(f"the peer is gone: {error}") from error
+            for level, kind, payload in ancillary:
+                if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                    numbers = array.array("i")
+                    numbers.frombytes(payload[: len(payload) - len(payload) % 4])
+                    self._fds.extend(numbers)
+            if not data:
+                if out:
+                    return out
+                raise ChannelClosed("the peer closed the channel")
+            self._incoming += data
+
+    def close(self) -> None:
+        with self._send_lock:
+            if self.closed:
+                return
+            self.closed = True
+            for _, fds in self._outgoing:
+                for fd in fds:
+                    os.close(fd)
+            self._outgoing.clear()
+        for fd in self._fds:
+            os.close(fd)
+        self._fds.clear()
+        self._sock.close()
+
+    def _whole_frames(self) -> list[tuple[Message, list[int]]]:
+        out = []
+        while len(self._incoming) >= _HEAD.size:
+            length, num_fds = _HEAD.unpack_from(self._incoming)
+            if length > MAX_FRAME_BYTES or num_fds > MAX_FDS:
+                raise ChannelClosed(f"the peer announced a frame of {length} bytes: not one of ours")
+            end = _HEAD.size + length
+            if len(self._incoming) < end:
+                break
+            message = msgpack.unpackb(bytes(self._incoming[_HEAD.size : end]), raw=False, strict_map_key=False)
+            del self._incoming[:end]
+            out.append((message, [self._fds.popleft() for _ in range(num_fds)]))
+        return out
+
+    def _send_all(self, frame: memoryview, fds: list[int]) -> None:
+        try:
+            while len(frame):
+                sent = socket.send_fds(self._sock, [frame], fds) if fds else self._sock.send(frame)
+                fds = []
+                frame = frame[sent:]
+        except OSError as error:
+            raise ChannelClosed(f"the peer is gone: {error}") from error
+
+    def _flush(self) -> None:
+        while self._outgoing:
+            frame, fds = self._outgoing[0]
+            try:
+                sent = socket.send_fds(self._sock, [frame], fds) if fds else self._sock.send(frame)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                raise ChannelClosed(f"the peer is gone: {error}") from error
+            for fd in fds:
+                os.close(fd)
+            self._queued_bytes -= sent
+            if sent == len(frame):
+                self._outgoing.popleft()
+            else:
+                self._outgoing[0] = (frame[sent:], [])

@@ -1,0 +1,1 @@
+"""Process groups whose connections can be replaced underneath a living model."""

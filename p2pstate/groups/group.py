@@ -1,0 +1,211 @@
+"""The process group that a model holds: calls go to the connections of the round, errors become values.
+
+In: the calls of ``torch.distributed``, DDP, FSDP2, DTensor and DeviceMesh. Out: what the inner group returns while all is
+well; echoes (see echo.py) in solo mode and after the first error anywhere in the process.
+
+Invariants: no method raises into forward or backward because a peer failed; replacing ``inner`` needs nothing from
+whoever holds this object. The methods are those that ``dir(ProcessGroup)`` lists; a test compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from p2pstate.groups import echo
+from p2pstate.groups.inner import Inner
+from p2pstate.groups.status import Status
+from p2pstate.groups.works import EchoWork, GuardedWork
+
+__all__ = ["P2PGroup"]
+
+Echo = Callable[[int, Sequence[Any]], Any]
+
+
+class P2PGroup(ProcessGroup):
+    """One group of ``members`` (global ranks), identified in every round by ``key``."""
+
+    def __init__(self, key: str, members: tuple[int, ...], rank: int, timeout: timedelta, status: Status) -> None:
+        super().__init__(rank, len(members))  # type: ignore[call-arg]
+        self.key = key
+        self.members = members
+        self.timeout = timeout
+        self.inner: Inner | None = None
+        self._rank = rank
+        self._status = status
+        self._group_name: str | None = None
+        self._group_desc = ""
+        self._sequence = 0
+
+    # -- the swap
+
+    def attach(self, inner: Inner) -> None:
+        self.detach()
+        self.inner = inner
+
+    def detach(self) -> None:
+        inner, self.inner = self.inner, None
+        if inner is not None:
+            inner.release()
+
+    def _run(self, name: str, echoed: Echo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inner = self.inner
+        self._sequence += 1
+        values = (*args, *kwargs.values())
+        if not self._status.echoing and inner is not None:
+            try:
+                work = getattr(inner.group, name)(*args, **kwargs)
+            except (TypeError, ValueError, NotImplementedError):
+                raise  # the caller's mistake: the same on every rank, and not a failure of a peer
+            except Exception as error:
+                self._status.fail(error, inner.epoch)
+            else:
+                value = values[0] if values else None
+                return GuardedWork(work, self._status, inner.epoch, lambda: echoed(self._rank, values), value)
+        with torch.no_grad():
+            return EchoWork(echoed(self._rank, values))
+
+    # -- collectives
+
+    def allreduce(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("allreduce", echo.keep, args, kwargs)
+
+    def allreduce_coalesced(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("allreduce_coalesced", echo.keep, args, kwargs)
+
+    def broadcast(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("broadcast", echo.keep, args, kwargs)
+
+    def reduce(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("reduce", echo.keep, args, kwargs)
+
+    def barrier(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("barrier", echo.keep, args, kwargs)
+
+    def allgather(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("allgather", echo.gather, args, kwargs)
+
+    def allgather_coalesced(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("allgather_coalesced", echo.gather, args, kwargs)
+
+    def gather(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("gather", echo.gather, args, kwargs)
+
+    def _allgather_base(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("_allgather_base", echo.gather_flat, args, kwargs)
+
+    def all_gather_single(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("all_gather_single", echo.gather_flat, args, kwargs)
+
+    def allgather_into_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("allgather_into_tensor_coalesced", echo.gather_coalesced, args, kwargs)
+
+    def all_gather_single_coalesced(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("all_gather_single_coalesced", echo.gather_coalesced, args, kwargs)
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("reduce_scatter", echo.reduce_scatter, args, kwargs)
+
+    def _reduce_scatter_base(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("_reduce_scatter_base", echo.reduce_scatter, args, kwargs)
+
+    def reduce_scatter_single(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("reduce_scatter_single", echo.reduce_scatter, args, kwargs)
+
+    def reduce_scatter_tensor_coalesced(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("reduce_scatter_tensor_coalesced", echo.reduce_scatter, args, kwargs)
+
+    def reduce_scatter_single_coalesced(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("reduce_scatter_single_coalesced", echo.reduce_scatter, args, kwargs)
+
+    def alltoall(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("alltoall", echo.all_to_all, args, kwargs)
+
+    def alltoall_base(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("alltoall_base", echo.all_to_all, args, kwargs)
+
+    def all_to_all_single(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("all_to_all_single", echo.all_to_all, args, kwargs)
+
+    def scatter(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("scatter", echo.scatter, args, kwargs)
+
+    def send(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("send", echo.keep, args, kwargs)
+
+    def recv(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("recv", echo.zeros, args, kwargs)
+
+    def recv_anysource(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("recv_anysource", echo.zeros, args, kwargs)
+
+    def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
+        inner = self.inner
+        if self._status.echoing or inner is None:
+            return
+        try:
+            inner.group.monitored_barrier(*args, **kwargs)
+        except Exception as error:
+            self._status.fail(error, inner.epoch)
+
+    # -- coalescing of several calls into one is an optimisation that gloo does not have
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        inner = self.inner
+        if not self._status.echoing and inner is not None:
+            inner.group._start_coalescing(device)
+
+    def _end_coalescing(self, device: torch.device) -> Any:
+        inner = self.inner
+        if not self._status.echoing and inner is not None:
+            return inner.group._end_coalescing(device)
+        return EchoWork(None)
+
+    # -- who and what this group is
+
+    def size(self) -> int:
+        return len(self.members)
+
+    def rank(self) -> int:
+        return self._rank
+
+    def getBackendName(self) -> str:
+        return "p2p"
+
+    def name(self) -> str:
+        return "p2p"
+
+    def _set_group_name(self, name: str) -> None:
+        self._group_name = name
+
+    @property
+    def group_name(self) -> Any:
+        return self._group_name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._group_desc = description
+
+    @property
+    def group_desc(self) -> str:
+        return self._group_desc
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.timeout = timeout
+        if self.inner is not None:
+            self.inner.set_timeout(timeout)
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def abort(self) -> None:
+        self.detach()
+
+    def shutdown(self) -> None:
+        self.detach()

@@ -1,0 +1,125 @@
+"""All groups of this process, and how they are connected for a round.
+
+In: the creation of groups (by torch, through the backend ``p2p``), and rounds. Out: every group connected to its peers
+of the same round, together with two groups of our own: *gate* (the votes) and *replication* (bulk state).
+
+Invariants: groups are identified by (members, ordinal among groups of the same members), not by creation order alone,
+and connected in the order of these keys, so that ranks which belong to different sets of groups cannot wait for each
+other in a circle. A cut (an abort, the first error) frees every thread that is blocked in any of them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from p2pstate.groups.group import P2PGroup
+from p2pstate.groups.inner import Inner, build_inner
+from p2pstate.groups.sockets import Connections
+from p2pstate.groups.status import STATUS, Status
+
+__all__ = ["REGISTRY", "Registry"]
+
+OWN_TIMEOUT = timedelta(minutes=30)
+
+
+class Registry:
+    def __init__(self, status: Status) -> None:
+        self._status = status
+        self._groups: list[P2PGroup] = []
+        self._ordinals: Counter[tuple[int, ...]] = Counter()
+        self._lock = threading.Lock()
+        self._building: list[Connections] = []
+        self._cut_epoch = 0
+        self.gate: Inner | None = None
+        self.replication: Inner | None = None
+        # Set by the worker: the store of a round, this process's rank and address, and the world.
+        self.make_store: Callable[[int], Store] | None = None
+        self.host = ""
+        self.rank = 0
+        self.world_size = 0
+
+    @property
+    def groups(self) -> Sequence[P2PGroup]:
+        return self._groups
+
+    def create(self, members: Sequence[int], rank: int, timeout: timedelta) -> P2PGroup:
+        """A new group; connected at once unless this process is alone (solo) or has seen an error."""
+        ranks = tuple(members) or tuple(range(self.world_size))
+        ordinal = self._ordinals[ranks]
+        self._ordinals[ranks] += 1
+        digest = hashlib.blake2b(repr(ranks).encode(), digest_size=6).hexdigest()
+        key = f"{len(ranks):06d}-{digest}-{ordinal:04d}"
+        group = P2PGroup(key, ranks, rank, timeout, self._status)
+        self._groups.append(group)
+        if not self._status.echoing:
+            try:
+                group.attach(self._build(key, group.members, self._status.epoch, timeout))
+            except Exception as error:
+                self._status.fail(error)
+        return group
+
+    def connect(self, epoch: int) -> None:
+        """Connect every group for round ``epoch``; collectives go on echoing until ``STATUS.connect``.
+
+        Raises what the store or gloo raises when the round ends or a member does not come.
+        """
+        world = tuple(range(self.world_size))
+        self.gate = self._build("gate", world, epoch, OWN_TIMEOUT)
+        self.replication = self._build("replication", world, epoch, OWN_TIMEOUT)
+        for group in sorted(self._groups, key=lambda group: group.key):
+            group.attach(self._build(group.key, group.members, epoch, group.timeout))
+
+    def connect_own(self, epoch: int) -> None:
+        """Connect only our own two groups (a start in which the script's groups connect as it creates them)."""
+        world = tuple(range(self.world_size))
+        self.gate = self._build("gate", world, epoch, OWN_TIMEOUT)
+        self.replication = self._build("replication", world, epoch, OWN_TIMEOUT)
+
+    def cut(self, epoch: int, *, replication: bool = True) -> None:
+        """Free everything that waits on connections of round ``epoch`` or an older one. Safe from any thread."""
+        with self._lock:
+            self._cut_epoch = max(self._cut_epoch, epoch)
+            building = list(self._building)
+        for connections in building:
+            connections.cut()
+        inners = [group.inner for group in self._groups] + [self.gate]
+        for inner in [*inners, self.replication] if replication else inners:
+            if inner is not None and inner.epoch <= epoch:
+                inner.cut()
+
+    def release(self) -> None:
+        """Let go of all connections (the groups stay)."""
+        for group in self._groups:
+            group.detach()
+        for inner in (self.gate, self.replication):
+            if inner is not None:
+                inner.release()
+        self.gate = self.replication = None
+
+    def _build(self, key: str, members: tuple[int, ...], epoch: int, timeout: timedelta) -> Inner:
+        assert self.make_store is not None
+        store = PrefixStore(f"groups/{key}", self.make_store(epoch))
+        mine: list[Connections] = []
+
+        def on_built(connections: Connections) -> None:
+            mine.append(connections)
+            with self._lock:
+                self._building.append(connections)
+                if self._cut_epoch >= epoch:
+                    connections.cut()
+
+        try:
+            return build_inner(store, members.index(self.rank), len(members), self.host, epoch, timeout, on_built)
+        finally:
+            with self._lock:
+                for connections in mine:
+                    self._building.remove(connections)
+
+
+REGISTRY = Registry(STATUS)

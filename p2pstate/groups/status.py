@@ -1,0 +1,48 @@
+"""The one error flag of this process, and whether its collectives are real.
+
+In: errors from any training group, aborts ordered by the control plane. Out: the answer to "is this step still good?",
+and one call to a listener when the first error of a round arrives.
+
+Invariants: the first error wins until :meth:`Status.connect` starts a new round; from the first error on (and in solo
+mode) every collective of every group echoes; an error that belongs to an older round is ignored.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+__all__ = ["STATUS", "Status"]
+
+
+class Status:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.epoch = 0  # the round whose connections are in use; 0: none yet
+        self.solo = False  # alone: echo without an error
+        self.error: BaseException | None = None
+        self.error_at: float | None = None  # monotonic seconds
+        self.on_first_error: Callable[[BaseException], None] = lambda error: None
+
+    @property
+    def echoing(self) -> bool:
+        return self.solo or self.error is not None
+
+    def fail(self, error: BaseException, epoch: int | None = None) -> None:
+        """Record an error of round ``epoch`` (the current one when not given). Safe from any thread."""
+        with self._lock:
+            if self.solo or self.error is not None or (epoch is not None and epoch < self.epoch):
+                return
+            # The traceback would keep tensors of the failed step, and gloo's sockets, alive.
+            self.error = error.with_traceback(None)
+            self.error_at = time.monotonic()
+        self.on_first_error(error)
+
+    def connect(self, epoch: int) -> None:
+        """From now on collectives are real, over the connections of round ``epoch``."""
+        with self._lock:
+            self.epoch, self.solo, self.error, self.error_at = epoch, False, None, None
+
+
+STATUS = Status()

@@ -1,0 +1,212 @@
+"""Joining a round: meet, connect, agree what to resume, fetch it, verify it, restore it.
+
+In: a round (who has which rank), the registry of groups, the live training state. Out: the version everybody resumed,
+and what it took. Every rank of the round, survivor and newcomer alike, runs :func:`join` at the same time.
+
+Invariants: no slot is written, so a failure at any point leaves everything as it was and the next round starts from the
+same copies; a copy is used only after its bytes matched its digest, and one that did not match is never tried again in
+this round; the process's collectives go on echoing until the caller connects them.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import msgpack
+import torch
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError, ReduceOp
+
+from p2pstate.capture import read_image
+from p2pstate.errors import Retryable
+from p2pstate.groups.registry import Registry
+from p2pstate.plan_recovery import Fetch, Lineage, Plan, RankReport, StartOver, plan_recovery
+from p2pstate.replicate import receive_chunks, send_chunks
+from p2pstate.slots import Slot, digest_of
+from p2pstate.state import TrainingState
+from p2pstate.types import RoundInfo, SlotRecord, Version
+from p2pstate.worker.link import Link
+
+__all__ = ["Joined", "MustStartOver", "Phases", "join"]
+
+_TAG = 100
+
+
+class MustStartOver(Retryable):
+    """The plan says that all workers have to begin again."""
+
+    def __init__(self, decision: StartOver) -> None:
+        super().__init__(decision.reason)
+        self.decision = decision
+
+
+@dataclass(slots=True)
+class Phases:
+    """Seconds spent in each phase of one recovery, in order."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """``source``: survivor, own vault, replicas or buddy; ``num_bytes``: what came over the network."""
+
+    version: Version
+    steps_lost: int
+    source: str
+    num_bytes: int
+    reason: str
+
+
+def join(
+    info: RoundInfo,
+    link: Link,
+    registry: Registry,
+    state: TrainingState,
+    report: RankReport,
+    phases: Phases,
+    join_timeout_s: float,
+) -> Joined:
+    """Bring this process into ``info``.
+
+    Raises MustStartOver when no version can be resumed in place; Retryable, DistStoreError or RuntimeError when the
+    round ends or a member fails meanwhile: join the next round then.
+    """
+    assert registry.make_store is not None
+    store = registry.make_store(info.epoch)
+    with phases.phase("spare"):
+        reports = _meet(store, info, report, join_timeout_s)
+    with phases.phase("groups"):
+        registry.connect(info.epoch)
+    plan = _agree(store, info, link, report.rank, reports, phases)
+    images: list[torch.Tensor] = []
+    pulled = 0
+    with phases.phase("pull"):
+        for number, fetch in enumerate(plan.fetches):
+            if fetch.rank == report.rank and fetch.sender is None:
+                images.append(_open(link, fetch))
+            elif fetch.rank == report.rank:
+                images.append(_receive(registry, fetch, number))
+                pulled += fetch.num_bytes
+            elif fetch.sender == report.rank:
+                assert registry.replication is not None
+                send_chunks(registry.replication.group, _open(link, fetch), fetch.rank, _TAG + number)
+    with phases.phase("restore"):
+        tensors: dict[str, torch.Tensor] = {}
+        values = b""
+        for image in images:
+            found, plain = read_image(image)
+            tensors.update(found)
+            values = values or plain
+        state.restore(tensors, values)
+        _all_done(registry)
+    mine = plan.of(report.rank)
+    source = "own vault" if report.newcomer else "survivor"
+    if any(fetch.sender is not None for fetch in mine):
+        source = "buddy" if any(f.sender is not None and f.part.kind == "own" for f in mine) else "replicas"
+    return Joined(plan.version, plan.steps_lost, source, pulled, plan.reason)
+
+
+def _meet(store: Store, info: RoundInfo, report: RankReport, timeout_s: float) -> dict[int, RankReport]:
+    """Wait until every rank has stopped what it did before: from here on no slot changes."""
+    raw = [report.rank, report.newcomer, report.num_warm_steps, report.committed_step]
+    store.set(f"join/{report.rank}", msgpack.packb(raw))
+    keys = [f"join/{rank}" for rank in range(info.world_size)]
+    store.wait(keys, timedelta(seconds=timeout_s))
+    reports = [RankReport(*msgpack.unpackb(store.get(key))) for key in keys]
+    return {each.rank: each for each in reports}
+
+
+def _agree(
+    store: Store, info: RoundInfo, link: Link, rank: int, reports: dict[int, RankReport], phases: Phases
+) -> Plan:
+    me = info.workers[rank]
+    nodes = sorted({worker.node for worker in info.workers})
+    if me.local_rank == 0:
+        records, lineage = link.inventory()
+        store.set(f"inventory/{me.node}", msgpack.packb([[r.pack() for r in records], lineage]))
+    records, turns = [], []
+    for node in nodes:
+        packed, lineage = msgpack.unpackb(store.get(f"inventory/{node}"))
+        records += [SlotRecord.unpack(raw) for raw in packed]
+        turns += [Lineage(epoch, Version(*version)) for epoch, version in lineage]
+    corrupt: frozenset[tuple[str, int]] = frozenset()
+    checked: set[tuple[str, int]] = set()
+    for attempt in range(len(records) + 1):
+        plan = plan_recovery(info, reports, records, turns, corrupt)
+        if isinstance(plan, StartOver):
+            raise MustStartOver(plan)
+        with phases.phase("verify"):
+            bad = _verify(link, plan, me.rank, me.node, checked)
+            store.set(f"verified/{attempt}/{me.rank}", msgpack.packb(sorted(bad)))
+            found = frozenset(
+                (node, slot)
+                for rank in range(info.world_size)
+                for node, slot in msgpack.unpackb(store.get(f"verified/{attempt}/{rank}"))
+            )
+        if not found:
+            return plan
+        for node, slot in bad:
+            link.send("event", kind="corrupt", node=node, slot=slot)
+        corrupt |= found
+    raise AssertionError("every attempt removes at least one record")
+
+
+def _verify(link: Link, plan: Plan, rank: int, node: str, checked: set[tuple[str, int]]) -> set[tuple[str, int]]:
+    """Check every local slot that this rank will read or send. Returns those whose bytes do not match."""
+    bad = set()
+    for fetch in plan.fetches:
+        reads = fetch.rank == rank and fetch.sender is None
+        key = (fetch.node, fetch.slot)
+        if fetch.node == node and (reads or fetch.sender == rank) and key not in checked:
+            checked.add(key)
+            if digest_of(_bytes_of(_open(link, fetch))).hex() != fetch.digest:
+                bad.add(key)
+    return bad
+
+
+def _open(link: Link, fetch: Fetch) -> torch.Tensor:
+    """The bytes of a slot of this node's vault, mapped."""
+    fd = link.open_slot(fetch.slot)
+    try:
+        slot = Slot(fd)
+    finally:
+        os.close(fd)
+    if slot.capacity < fetch.num_bytes:
+        raise Retryable(f"slot {fetch.slot} of {fetch.node} is smaller than what it is said to hold")
+    return torch.frombuffer(slot.body(fetch.num_bytes), dtype=torch.uint8)
+
+
+def _bytes_of(body: torch.Tensor) -> memoryview:
+    return memoryview(body.numpy())  # type: ignore[arg-type]
+
+
+def _receive(registry: Registry, fetch: Fetch, number: int) -> torch.Tensor:
+    assert registry.replication is not None
+    assert fetch.sender is not None
+    body, digest = receive_chunks(registry.replication.group, fetch.num_bytes, fetch.sender, _TAG + number)
+    if digest.hex() != fetch.digest:
+        raise Retryable(f"{fetch.part} arrived from {fetch.node} with another digest than it was captured with")
+    return body
+
+
+def _all_done(registry: Registry) -> None:
+    assert registry.gate is not None
+    done = torch.ones(1, dtype=torch.int64)
+    registry.gate.group.allreduce([done], ReduceOp.MIN).wait()
+
+
+ROUND_FAILED = (Retryable, DistStoreError, RuntimeError)

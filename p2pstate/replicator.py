@@ -1,0 +1,147 @@
+"""The public object: what a user wraps model and optimizer with.
+
+In: live training objects. Out: a loop whose steps survive the loss of processes and nodes.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, MutableMapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from p2pstate.errors import ConfigError
+from p2pstate.groups.group import P2PGroup
+from p2pstate.state import TrainingState
+from p2pstate.steps import Loop, StepBlock
+from p2pstate.worker.context import current
+
+__all__ = ["Replicator"]
+
+
+class Replicator:
+    """Keeps the state of a training job alive in two places, and resumes it after a fault.
+
+    Args:
+        *components: the model or models (DDP, FSDP2 or plain modules), the optimizer or optimizers, and anything else
+            with ``state_dict()`` and ``load_state_dict()`` whose state belongs to the run (schedulers, GradScaler,
+            averages). Order does not matter.
+        data: an iterable of batches with ``state_dict()`` and ``load_state_dict()``, in which the position means
+            *delivered*. Without it ``train_step`` is called without arguments.
+        extra: plain values (numbers, strings, lists, dictionaries) of the training loop itself; captured and restored
+            with the rest, in place. Also reachable as ``state.extra``.
+        rng: capture the random state of Python, NumPy and torch.
+        every: capture a version every so many steps.
+        max_overhead: the fraction of a step that a rank waits for the previous version to arrive before all ranks
+            skip the next capture together.
+        recovery_timeout_s: how long a rank waits for the others in each phase of a recovery.
+
+    Raises:
+        ConfigError: the process was not started by p2pstate, or its process groups are not p2pstate's.
+        ValueError, LeafError: a component cannot be captured exactly; the message names it.
+    """
+
+    def __init__(
+        self,
+        *components: Any,
+        data: Any = None,
+        extra: MutableMapping[str, Any] | None = None,
+        rng: bool = True,
+        every: int = 1,
+        max_overhead: float = 0.02,
+        recovery_timeout_s: float = 60.0,
+    ) -> None:
+        context = current()
+        _check_groups()
+        if every < 1:
+            raise ValueError(f"every={every}: capture a version every 1 or more steps")
+        if not 0 <= max_overhead < 1:
+            raise ValueError(f"max_overhead={max_overhead}: a fraction of the step time, 0 or more and below 1")
+        models = [c for c in components if isinstance(c, torch.nn.Module)]
+        optimizers = [c for c in components if isinstance(c, torch.optim.Optimizer)]
+        objects: dict[str, Any] = {}
+        for component in components:
+            if isinstance(component, torch.nn.Module | torch.optim.Optimizer):
+                continue
+            _check_stateful(component, "positional argument")
+            name = type(component).__name__.lower()
+            objects[f"{name}{sum(key.startswith(name) for key in objects)}"] = component
+        if data is not None:
+            _check_stateful(data, "data=")
+            if not hasattr(data, "__iter__"):
+                raise ValueError(f"data= takes an iterable of batches, not {type(data).__name__}")
+            objects["data"] = data
+        if not models or not optimizers:
+            missing = "model (a torch.nn.Module)" if not models else "optimizer (a torch.optim.Optimizer)"
+            raise ValueError(f"Replicator needs at least one {missing} among its arguments")
+        self.extra: MutableMapping[str, Any] = {} if extra is None else extra
+        self._loop = Loop(
+            context,
+            TrainingState(models, optimizers, objects, extra=self.extra, rng=rng),
+            optimizers,
+            data,
+            every=every,
+            max_overhead=max_overhead,
+            recovery_timeout_s=recovery_timeout_s,
+        )
+        for component in components:
+            if isinstance(component, torch.amp.GradScaler):
+                self._loop.watch_scaler(component)
+
+    def run(self, train_step: Callable[..., Any], *, steps: int | None = None) -> Iterator[tuple[int, Any]]:
+        """Call ``train_step(batch)`` again and again; yield ``(step, what it returned)`` once per committed step.
+
+        ``train_step`` does forward, backward and ``optimizer.step()``; it is called again with the same batch after a
+        fault. Steps count from 1. Ends after ``steps`` committed steps, or when the data ends. The loop's body must not
+        use collectives.
+        """
+        return self._loop.run(train_step, steps)
+
+    def batches(self, *, steps: int | None = None) -> Iterator[Any]:
+        """Batches for a loop whose body is ``with state.step():``; the same batch comes again after a fault."""
+        return self._loop.batches(steps)
+
+    def step(self) -> StepBlock:
+        """The block around forward, backward and ``optimizer.step()``, once per batch of :meth:`batches`.
+
+        ``step.number`` counts from 1; ``step.committed`` tells code after the block whether the step counts.
+        """
+        frame = sys._getframe(1)
+        return StepBlock(self._loop, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+    @property
+    def rehearsing(self) -> bool:
+        """True while this process runs steps alone, before it joins a running job: do nothing that others can see."""
+        return self._loop.rehearsing
+
+    @property
+    def committed_step(self) -> int:
+        """The newest committed step."""
+        return self._loop.step
+
+    @property
+    def num_skipped_versions(self) -> int:
+        """Steps that all ranks left without a version because the one before had not arrived yet."""
+        return self._loop.num_skipped
+
+
+def _check_groups() -> None:
+    if not dist.is_initialized():
+        raise ConfigError("there is no process group yet: call p2pstate.init_process_group() before Replicator(...)")
+    group = dist.group.WORLD
+    if not isinstance(group, P2PGroup):
+        raise ConfigError(
+            f"the default process group is a {type(group).__name__}, which cannot be repaired in place: create it with "
+            "p2pstate.init_process_group() instead of a group object of your own"
+        )
+
+
+def _check_stateful(component: Any, what: str) -> None:
+    missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(component, name, None))]
+    if missing:
+        raise ValueError(
+            f"{what} of type {type(component).__name__} has no {' and no '.join(missing)}(): its state could not be "
+            "captured; give it both methods, or put plain values into extra="
+        )

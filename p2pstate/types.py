@@ -1,0 +1,126 @@
+"""The values that agents and workers exchange about versions, slots and rounds.
+
+In: nothing. Out: frozen values and their MessagePack forms. No torch, no socket, no clock. DESIGN.md's glossary gives
+the words: a *version* is (epoch, step), where the epoch is the round (the epoch at which the training membership last
+changed) in which the step was captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+__all__ = ["Part", "RoundInfo", "SlotRecord", "Start", "Version", "Worker"]
+
+
+class Version(NamedTuple):
+    """One captured state of the whole job. Ordered: a later round wins, then a later step."""
+
+    epoch: int
+    step: int
+
+
+class Part(NamedTuple):
+    """What one slot holds of a version.
+
+    ``own`` parts: the leaves that only the rank ``shard`` has (piece 0 of 1).
+    ``rep`` parts: one of ``num_pieces`` pieces of the leaves that every rank has; ``shard`` is 0.
+    """
+
+    kind: str
+    shard: int
+    piece: int
+    num_pieces: int
+
+    @staticmethod
+    def own(shard: int) -> Part:
+        return Part("own", shard, 0, 1)
+
+    @staticmethod
+    def rep(piece: int, num_pieces: int) -> Part:
+        return Part("rep", 0, piece, num_pieces)
+
+    def __str__(self) -> str:
+        return (
+            f"shard {self.shard}" if self.kind == "own" else f"replicated piece {self.piece + 1} of {self.num_pieces}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRecord:
+    """What is known about one slot of one node's vault."""
+
+    node: str
+    slot: int
+    part: Part
+    version: Version | None  # None: never completed, or being written when its writer died
+    num_bytes: int
+    digest: str
+    num_rep_parts: int  # how many replicated parts complete this version on a node; 0: the version has none
+
+    def pack(self) -> list[Any]:
+        version = list(self.version) if self.version else None
+        return [self.node, self.slot, list(self.part), version, self.num_bytes, self.digest, self.num_rep_parts]
+
+    @staticmethod
+    def unpack(raw: list[Any]) -> SlotRecord:
+        node, slot, part, version, num_bytes, digest, num_rep = raw
+        return SlotRecord(node, slot, Part(*part), Version(*version) if version else None, num_bytes, digest, num_rep)
+
+
+class Start:
+    """How the workers of a round begin."""
+
+    FRESH = "fresh"  # no state anywhere: everybody starts the script connected
+    IN_PLACE = "in_place"  # survivors stay in their process, newcomers join alone and pull
+    RESTART = "restart"  # everybody starts the script again, alone, and pulls from the vaults
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """Where one rank of a round lives."""
+
+    rank: int
+    local_rank: int
+    node: str
+    host: str  # numeric address of the node, for data connections
+
+
+@dataclass(frozen=True, slots=True)
+class RoundInfo:
+    """What a worker is told about a round: who has which rank, and how to begin."""
+
+    run_id: str
+    nonce: str
+    epoch: int
+    start: str
+    reason: str
+    workers: tuple[Worker, ...]
+
+    @property
+    def world_size(self) -> int:
+        return len(self.workers)
+
+    def node_of(self, rank: int) -> str:
+        return self.workers[rank].node
+
+    def pack(self) -> dict[str, Any]:
+        return {
+            "run_id": self.run_id,
+            "nonce": self.nonce,
+            "epoch": self.epoch,
+            "start": self.start,
+            "reason": self.reason,
+            "workers": [[w.rank, w.local_rank, w.node, w.host] for w in self.workers],
+        }
+
+    @staticmethod
+    def unpack(raw: dict[str, Any]) -> RoundInfo:
+        return RoundInfo(
+            raw["run_id"],
+            raw["nonce"],
+            raw["epoch"],
+            raw["start"],
+            raw["reason"],
+            tuple(Worker(*w) for w in raw["workers"]),
+        )

@@ -1,0 +1,127 @@
+"""All slots of one node. Owned by the agent, so they outlive any worker.
+
+In: requests for memory from the node's workers. Out: memfds, and an inventory read from the slots' own headers. Nothing
+is ever written here: workers write through their mappings, the headers say what is complete.
+
+Invariants: a slot belongs to one (part, index) pair; asking for it again with the same size gives the same memory, so a
+replacement finds what its predecessor completed; a larger request replaces the memory of that slot only. No name in a
+file system exists: memory goes when the last process that has it mapped ends.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+from dataclasses import dataclass
+
+from p2pstate.errors import P2PStateError
+from p2pstate.slots import HEADER_BYTES, Slot
+from p2pstate.types import Part, SlotRecord
+
+__all__ = ["Vault", "VaultFull"]
+
+
+class VaultFull(P2PStateError):
+    """The node has not enough memory for another slot."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    slot_id: int
+    part: Part
+    index: int
+    fd: int
+    num_bytes: int
+    slot: Slot
+
+
+class Vault:
+    def __init__(self, node: str) -> None:
+        self._node = node
+        self._entries: dict[tuple[Part, int], _Entry] = {}
+        self._next_id = 1
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(entry.num_bytes for entry in self._entries.values())
+
+    def allocate(self, part: Part, index: int, num_bytes: int) -> tuple[int, int]:
+        """The slot ``index`` of ``part`` with room for ``num_bytes`` of body: (slot id, descriptor, which stays ours).
+
+        Raises VaultFull when the node's memory does not suffice.
+        """
+        entry = self._entries.get((part, index))
+        if entry and entry.num_bytes >= num_bytes:
+            return entry.slot_id, entry.fd
+        size = num_bytes + HEADER_BYTES
+        free = _available_bytes()
+        if size > free:
+            raise VaultFull(
+                f"no memory for a slot of {size / 2**20:.0f} MiB ({part}) on {self._node}: {free / 2**20:.0f} MiB are "
+                f"available and the vault holds {self.num_bytes / 2**20:.0f} MiB; use fewer or smaller shards per node"
+            )
+        fd = os.memfd_create(f"p2pstate-{part.kind}{part.shard}-{index}", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, size)
+            slot = Slot(fd, header_only=True)
+        except OSError as error:
+            os.close(fd)
+            raise VaultFull(f"the kernel refused a slot of {size / 2**20:.0f} MiB on {self._node}: {error}") from error
+        if entry:
+            os.close(entry.fd)
+        slot.capacity = num_bytes
+        made = _Entry(self._next_id, part, index, fd, num_bytes, slot)
+        self._next_id += 1
+        self._entries[part, index] = made
+        return made.slot_id, fd
+
+    def open(self, slot_id: int) -> int | None:
+        """The descriptor of a slot (stays ours), or None when it does not exist any more."""
+        return next((entry.fd for entry in self._entries.values() if entry.slot_id == slot_id), None)
+
+    def records(self) -> list[SlotRecord]:
+        """What every slot holds right now, by its own header."""
+        out = []
+        for entry in self._entries.values():
+            header = entry.slot.header()
+            out.append(
+                SlotRecord(
+                    node=self._node,
+                    slot=entry.slot_id,
+                    part=entry.part,
+                    version=header.version if header else None,
+                    num_bytes=header.num_bytes if header else 0,
+                    digest=header.digest.hex() if header else "",
+                    num_rep_parts=header.num_rep_parts if header else 0,
+                )
+            )
+        return out
+
+    def close(self) -> None:
+        for entry in self._entries.values():
+            os.close(entry.fd)
+        self._entries.clear()
+
+
+def _available_bytes() -> int:
+    """Memory that can still be taken: the smallest of the host's, the cgroup's and the process's limits."""
+    limits = [_meminfo_available()]
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            text = limit.read().strip()
+            if text != "max":
+                limits.append(int(text) - int(used.read()))
+    except (OSError, ValueError):
+        pass  # no cgroup v2 limit here
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        limits.append(soft)
+    return max(0, min(limits))
+
+
+def _meminfo_available() -> int:
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return 1 << 62

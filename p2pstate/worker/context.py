@@ -1,0 +1,80 @@
+"""What this worker process knows about its place in the run. One per process, set before the user's script starts.
+
+In: the agent's assignment. Out: :func:`current`, which the public objects start from, and the reactions to an abort.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from p2pstate.errors import ConfigError
+from p2pstate.groups.registry import Registry
+from p2pstate.groups.status import Status
+from p2pstate.placement import buddies, wards
+from p2pstate.worker.link import Link, RoundAborted
+
+__all__ = ["WorkerContext", "current", "enter"]
+
+
+@dataclass(slots=True)
+class WorkerContext:
+    link: Link
+    rank: int
+    local_rank: int
+    num_local: int
+    world_size: int
+    fresh: bool  # this process starts connected, with everybody else; else alone
+    epoch: int  # the round it starts in; 0 when it starts alone
+    joining: bool = False  # inside recover.join: an abort cuts the replication group as well
+    in_loop: bool = False  # errors matter to the agent only while the loop runs
+    left_early: str = ""  # where a loop was left while its step was being discarded
+
+    @property
+    def buddy(self) -> int | None:
+        return buddies(self._places)[self.rank]
+
+    @property
+    def ward(self) -> int | None:
+        return wards(buddies(self._places))[self.rank]
+
+    @property
+    def _places(self) -> list[str]:
+        """Names of places, which stay when a spare takes a place over."""
+        return [f"place {rank // self.num_local}" for rank in range(self.world_size)]
+
+    def watch(self, registry: Registry, status: Status) -> None:
+        """Connect errors, aborts and connections: whatever happens first frees every blocked thread."""
+
+        def on_first_error(error: BaseException) -> None:
+            registry.cut(status.epoch, replication=False)
+            if not isinstance(error, RoundAborted):
+                self.link.send("error", epoch=status.epoch, text=_one_line(error), training=self.in_loop)
+
+        def on_abort(epoch: int, reason: str) -> None:
+            status.fail(RoundAborted(f"round {epoch} was aborted: {reason}"), epoch)
+            registry.cut(epoch, replication=self.joining)
+
+        status.on_first_error = on_first_error
+        self.link.on_abort = on_abort
+
+
+_current: WorkerContext | None = None
+
+
+def enter(context: WorkerContext) -> None:
+    global _current
+    _current = context
+
+
+def current() -> WorkerContext:
+    """The context of this worker. Raises ConfigError in a process that p2pstate did not start."""
+    if _current is None:
+        raise ConfigError(
+            "this process was not started by p2pstate, so its process groups cannot be repaired and nobody keeps its "
+            "state: start the script with `p2prun` instead of `python` or `torchrun`"
+        )
+    return _current
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".replace("\n", " ")[:500]

@@ -1,0 +1,202 @@
+"""A worker's line to its agent: one reader thread, requests from any thread.
+
+In: what the agent says (assignment, rounds, aborts, replies). Out: what the worker says (requests, errors, events).
+Invariants: an abort of round ``e`` frees every wait that belongs to ``e`` or an older round, in every thread, before
+the ``on_abort`` callback returns; a worker whose agent is gone ends at once (a dead agent is a dead node).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from p2pstate.channel import Channel, ChannelClosed
+from p2pstate.errors import Evicted, Retryable
+from p2pstate.types import Part, RoundInfo, SlotRecord
+from rendezvous.types import StoreReply
+
+__all__ = ["Link", "RoundAborted"]
+
+AGENT_LOST_EXIT_CODE = 76
+_POLL_S = 1.0
+
+
+class RoundAborted(Retryable):
+    """The round this wait belonged to is over."""
+
+
+@dataclass(slots=True)
+class _Pending:
+    done: threading.Event = field(default_factory=threading.Event)
+    reply: dict[str, Any] | None = None
+    fds: list[int] = field(default_factory=list)
+    epoch: int | None = None
+
+
+class Link:
+    """Thread-safe. One per worker process."""
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self._changed = threading.Condition()
+        self._pending: dict[int, _Pending] = {}
+        self._ids = itertools.count(1)
+        self._assignment: dict[str, Any] | None = None
+        self._round: RoundInfo | None = None
+        self._aborted_epoch = 0
+        self._abort_reason = ""
+        self._stop_reason: str | None = None
+        self.on_abort: Callable[[int, str], None] = lambda epoch, reason: None
+        self._thread = threading.Thread(target=self._read, name="p2pstate-link", daemon=True)
+        self._thread.start()
+
+    # -- what the agent told us
+
+    def wait_assignment(self) -> dict[str, Any]:
+        """Block until this process is given a rank. A spare waits here as long as the run lasts."""
+        with self._changed:
+            while self._assignment is None:
+                self._changed.wait(_POLL_S)
+            return self._assignment
+
+    def wait_round(self, after_epoch: int, deadline_s: float) -> RoundInfo:
+        """The newest round later than ``after_epoch`` that was not aborted.
+
+        Raises Retryable when there is none within ``deadline_s``, Evicted when the job ended meanwhile.
+        """
+        deadline = time.monotonic() + deadline_s
+        with self._changed:
+            while True:
+                info = self._round
+                if info and info.epoch > max(after_epoch, self._aborted_epoch):
+                    return info
+                if self._stop_reason is not None:
+                    raise Evicted(f"the run ends: {self._stop_reason}")
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise Retryable(
+                        f"no new round was agreed within {deadline_s:.0f} s (last aborted: {self._aborted_epoch}, "
+                        f"{self._abort_reason or 'no reason given'})"
+                    )
+                self._changed.wait(min(left, _POLL_S))
+
+    def is_aborted(self, epoch: int) -> bool:
+        return epoch <= self._aborted_epoch
+
+    @property
+    def abort_reason(self) -> str:
+        return self._abort_reason
+
+    # -- what we tell the agent
+
+    def send(self, kind: str, /, **fields: Any) -> None:
+        """Tell the agent something; nothing comes back. The process ends when the agent is gone."""
+        try:
+            self._channel.send({"t": kind, **fields})
+        except ChannelClosed:
+            os._exit(AGENT_LOST_EXIT_CODE)
+
+    def store_request(self, epoch: int, op: str, args: list[Any], deadline_s: float) -> StoreReply:
+        """One operation on the round's store. Waits no longer than ``deadline_s`` and a second, nor past an abort."""
+        if self.is_aborted(epoch):
+            return StoreReply(ok=False, error=f"round {epoch} is over: {self._abort_reason}", ended=True)
+        message = {"t": "store", "epoch": epoch, "op": op, "args": args, "deadline_s": deadline_s}
+        reply, _ = self._call(message, deadline_s + 1.0, epoch)
+        if reply is None:
+            if self.is_aborted(epoch):
+                return StoreReply(ok=False, error=f"round {epoch} is over: {self._abort_reason}", ended=True)
+            text = f"no answer to {op} within {deadline_s:.1f} s"
+            return StoreReply(ok=False, error=text, timed_out=True)
+        return StoreReply(reply["ok"], reply["value"], reply["error"], reply["ended"], reply["timed_out"])
+
+    def allocate(self, part: Part, index: int, num_bytes: int) -> int:
+        """A descriptor of the memory of one slot of this node's vault; the caller closes it.
+
+        Raises Retryable with the agent's reason (no memory) or when it does not answer within 60 s.
+        """
+        reply, fds = self._call({"t": "allocate", "part": list(part), "index": index, "num_bytes": num_bytes}, 60.0)
+        if reply is None or not fds:
+            raise Retryable(reply["error"] if reply else "the agent did not answer a request for memory within 60 s")
+        return fds[0]
+
+    def open_slot(self, slot_id: int) -> int:
+        """A descriptor of an existing slot of this node's vault; the caller closes it."""
+        reply, fds = self._call({"t": "open", "slot": slot_id}, 30.0)
+        if reply is None or not fds:
+            raise Retryable(f"slot {slot_id} is not in this node's vault any more")
+        return fds[0]
+
+    def inventory(self) -> tuple[list[SlotRecord], list[Any]]:
+        """(records of this node's vault, lineage entries its agent remembers)."""
+        reply, _ = self._call({"t": "inventory"}, 30.0)
+        if reply is None:
+            raise Retryable("the agent did not answer a request for its inventory within 30 s")
+        return [SlotRecord.unpack(raw) for raw in reply["records"]], reply["lineage"]
+
+    # -- internals
+
+    def _call(
+        self, message: dict[str, Any], deadline_s: float, epoch: int | None = None
+    ) -> tuple[dict[str, Any] | None, list[int]]:
+        pending = _Pending(epoch=epoch)
+        number = next(self._ids)
+        self._pending[number] = pending
+        try:
+            self.send(message.pop("t"), id=number, **message)
+            if epoch is not None and self.is_aborted(epoch):
+                return None, []  # aborted between the check and the registration
+            pending.done.wait(deadline_s)
+            return pending.reply, pending.fds
+        finally:
+            self._pending.pop(number, None)
+
+    def _read(self) -> None:
+        try:
+            while True:
+                for message, fds in self._channel.receive():
+                    self._handle(message, fds)
+        except ChannelClosed:
+            os._exit(AGENT_LOST_EXIT_CODE)
+
+    def _handle(self, message: dict[str, Any], fds: list[int]) -> None:
+        kind = message["t"]
+        if kind == "reply":
+            pending = self._pending.get(message["id"])
+            if pending is None:
+                for fd in fds:
+                    os.close(fd)
+                return
+            pending.reply, pending.fds = message, fds
+            pending.done.set()
+        elif kind == "abort":
+            self._abort(message["epoch"], message["reason"])
+        elif kind == "round":
+            with self._changed:
+                self._round = RoundInfo.unpack(message["round"])
+                self._changed.notify_all()
+        elif kind == "assign":
+            with self._changed:
+                self._assignment = message
+                if message["round"] is not None:
+                    self._round = RoundInfo.unpack(message["round"])
+                self._changed.notify_all()
+        elif kind == "stop":
+            with self._changed:
+                self._stop_reason = message["reason"]
+                self._changed.notify_all()
+
+    def _abort(self, epoch: int, reason: str) -> None:
+        with self._changed:
+            if epoch <= self._aborted_epoch:
+                return
+            self._aborted_epoch, self._abort_reason = epoch, reason
+            self._changed.notify_all()
+        for pending in list(self._pending.values()):
+            if pending.epoch is not None and pending.epoch <= epoch:
+                pending.done.set()
+        self.on_abort(epoch, reason)

@@ -1,0 +1,116 @@
+"""plan_recovery: the newest whole version, and where each rank takes it from."""
+
+from __future__ import annotations
+
+from p2pstate.plan_recovery import Lineage, Plan, RankReport, StartOver, plan_recovery
+from p2pstate.types import Part, RoundInfo, SlotRecord, Start, Version, Worker
+
+INFO = RoundInfo(
+    "run", "nonce", 3, Start.IN_PLACE, "test", tuple(Worker(r, r % 2, f"n{r // 2}", "::1") for r in range(4))
+)
+
+
+def reports(committed: int = 7, warm: int = 5, newcomers: tuple[int, ...] = ()) -> dict[int, RankReport]:
+    return {
+        r: RankReport(r, r in newcomers, 2 if r in newcomers else warm, 0 if r in newcomers else committed)
+        for r in range(4)
+    }
+
+
+def own(rank: int, node: str, version: Version | None, slot: int | None = None, num_rep: int = 0) -> SlotRecord:
+    number = slot if slot is not None else rank * 10 + (version.step if version else 0)
+    return SlotRecord(node, number, Part.own(rank), version, 100, f"d{rank}", num_rep)
+
+
+def rep(piece: int, node: str, version: Version) -> SlotRecord:
+    return SlotRecord(node, 1000 + piece, Part.rep(piece, 2), version, 50, f"r{piece}", 2)
+
+
+V6, V7 = Version(2, 6), Version(2, 7)
+BOTH = {0: ("n0", "n1"), 1: ("n0", "n1"), 2: ("n1", "n0"), 3: ("n1", "n0")}  # own node, buddy's node
+
+
+def everywhere(version: Version) -> list[SlotRecord]:
+    return [own(rank, node, version) for rank, holders in BOTH.items() for node in holders]
+
+
+def test_plan_with_everything_whole_takes_the_newest_from_the_own_node() -> None:
+    plan = plan_recovery(INFO, reports(), everywhere(V6) + everywhere(V7))
+    assert isinstance(plan, Plan)
+    assert plan.version == V7
+    assert plan.steps_lost == 0
+    assert all(fetch.sender is None and fetch.node == INFO.node_of(fetch.rank) for fetch in plan.fetches)
+
+
+def test_plan_with_one_shard_missing_goes_back_to_the_version_that_everybody_has() -> None:
+    records = everywhere(V6) + [r for r in everywhere(V7) if r.part != Part.own(2)]
+    plan = plan_recovery(INFO, reports(), records)
+    assert isinstance(plan, Plan)
+    assert plan.version == V6
+    assert plan.steps_lost == 1
+    assert "no live node has shard 2" in plan.reason
+
+
+def test_plan_after_a_node_died_pulls_from_the_buddies_of_its_ranks() -> None:
+    records = [r for r in everywhere(V7) if r.node == "n1"]
+    plan = plan_recovery(INFO, reports(newcomers=(0, 1)), records)
+    assert isinstance(plan, Plan)
+    assert {(f.rank, f.sender) for f in plan.fetches} == {(0, 2), (1, 3), (2, None), (3, None)}
+
+
+def test_plan_with_a_corrupt_slot_uses_the_other_copy() -> None:
+    records = everywhere(V7)
+    bad = next(r for r in records if r.part == Part.own(0) and r.node == "n0")
+    plan = plan_recovery(INFO, reports(), records, corrupt=frozenset({(bad.node, bad.slot)}))
+    assert isinstance(plan, Plan)
+    assert next(f for f in plan.fetches if f.rank == 0).node == "n1"
+
+
+def test_plan_ignores_what_a_later_round_went_back_behind() -> None:
+    records = everywhere(V6) + everywhere(V7)
+    plan = plan_recovery(INFO, reports(), records, [Lineage(3, V6)])
+    assert isinstance(plan, Plan)
+    assert plan.version == V6
+
+
+def test_plan_prefers_a_later_round_over_a_later_step() -> None:
+    records = everywhere(V7) + [own(r, n, Version(3, 6), slot=500 + r) for r, holders in BOTH.items() for n in holders]
+    plan = plan_recovery(INFO, reports(), records, [Lineage(3, V6)])
+    assert isinstance(plan, Plan)
+    assert plan.version == Version(3, 6)
+
+
+def test_plan_with_replicated_parts_needs_all_of_them_on_one_node() -> None:
+    owns = [own(rank, node, V7, num_rep=2) for rank, holders in BOTH.items() for node in holders]
+    split = plan_recovery(INFO, reports(), [*owns, rep(0, "n0", V7), rep(1, "n1", V7)])
+    assert isinstance(split, StartOver)
+    plan = plan_recovery(INFO, reports(newcomers=(0, 1)), [*owns, rep(0, "n1", V7), rep(1, "n1", V7)])
+    assert isinstance(plan, Plan)
+    assert [f.sender for f in plan.of(0) if f.part.kind == "rep"] == [2, 2]
+    assert [f.sender for f in plan.of(3) if f.part.kind == "rep"] == [None, None]
+
+
+def test_plan_with_a_half_written_slot_does_not_count_it() -> None:
+    records = everywhere(V6) + [own(0, "n0", None)] + [r for r in everywhere(V7) if r.part != Part.own(0)]
+    plan = plan_recovery(INFO, reports(), records)
+    assert isinstance(plan, Plan)
+    assert plan.version == V6
+
+
+def test_plan_without_any_version_starts_over() -> None:
+    decision = plan_recovery(INFO, reports(committed=0), [])
+    assert isinstance(decision, StartOver)
+    assert decision.start == Start.FRESH
+
+
+def test_plan_for_survivors_that_are_not_warm_restarts_all_from_memory() -> None:
+    version = Version(2, 1)
+    decision = plan_recovery(INFO, reports(committed=1, warm=1), everywhere(version))
+    assert isinstance(decision, StartOver)
+    assert decision.start == Start.RESTART
+    assert "resume from memory at step 1" in decision.reason
+
+
+def test_plan_of_every_rank_is_the_same_whatever_the_order_of_records() -> None:
+    records = everywhere(V6) + everywhere(V7)
+    assert plan_recovery(INFO, reports(), records) == plan_recovery(INFO, reports(), records[::-1])
