@@ -1,0 +1,203 @@
+"""What a node is told at start, checked once.
+
+Flows in: arguments and, through `Config.from_env`, P2PSTATE_* variables (arguments win). Flows out: a frozen `Config`
+and `Timing`, the ladder of every timeout, derived from two numbers. Invariants: a `Config` that exists is consistent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rendezvous.types import MAX_NAME_CHARS, Role
+
+PRESETS: dict[str, tuple[float, float]] = {"default": (0.5, 5.0), "local": (0.15, 1.2)}
+_ENV_PREFIX = "P2PSTATE_"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Every timeout of the protocol. `failure_s` bounds how long a silent member counts as alive."""
+
+    probe_interval_s: float
+    failure_s: float
+
+    def __post_init__(self) -> None:
+        if not self.probe_interval_s >= 0.01 or not self.failure_s >= 6 * self.probe_interval_s:
+            raise ValueError(
+                f"probe_interval_s={self.probe_interval_s} and failure_s={self.failure_s} leave no time to judge: "
+                "probe_interval_s must be at least 0.01 and failure_s at least six times as long"
+            )
+
+    @property
+    def probe_timeout_s(self) -> float:
+        """Direct answer expected within; then indirect probes."""
+        return 0.4 * self.probe_interval_s
+
+    @property
+    def suspicion_max_s(self) -> float:
+        """One interval until the probe, one for it to fail, one of margin."""
+        return self.failure_s - 3 * self.probe_interval_s
+
+    @property
+    def suspicion_min_s(self) -> float:
+        return 0.75 * self.suspicion_max_s
+
+    @property
+    def stagger_s(self) -> float:
+        """The n-th member in line proposes n times this later than the first."""
+        return 1.5 * self.probe_interval_s
+
+    @property
+    def collect_s(self) -> float:
+        """A proposer with a quorum waits this long for the ballots of the other live members."""
+        return self.probe_interval_s
+
+    @property
+    def attempt_s(self) -> float:
+        """A ballot without a quorum is given up after this."""
+        return 3 * self.probe_interval_s
+
+    @property
+    def resend_s(self) -> float:
+        return 0.5 * self.probe_interval_s
+
+    @property
+    def sync_interval_s(self) -> float:
+        """Full tables are exchanged with one member this often, whatever gossip lost."""
+        return 8 * self.probe_interval_s
+
+    @property
+    def stall_s(self) -> float:
+        """A loop that was away for longer than this judges nobody by the time it missed."""
+        return 1.5 * self.probe_interval_s
+
+    @property
+    def dial_s(self) -> float:
+        """A connection check without an answer says nothing after this."""
+        return self.failure_s
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One node's settings.
+
+    `bind` is "host:port" (port 0: any); `advertise` is the address others reach it at where that differs. `contacts`
+    may name this node itself. `host_owned=None` means: yes, unless `advertise` names another host than `bind`.
+    The first view needs the votes of a majority of num_nodes_max + num_spares_expected + num_witnesses_expected
+    members.
+    Raises ValueError, naming the field, for what cannot work.
+    """
+
+    run_id: str
+    name: str
+    bind: str
+    contacts: tuple[str, ...] = ()
+    advertise: str | None = None
+    role: Role = Role.NODE
+    num_workers: int = 1
+    labels: Mapping[str, str] = field(default_factory=dict)
+    num_nodes_min: int = 1
+    num_nodes_max: int = 1
+    num_spares_expected: int = 0
+    num_witnesses_expected: int = 0
+    first_view_last_call_s: float = 30.0
+    probe_interval_s: float = PRESETS["default"][0]
+    failure_s: float = PRESETS["default"][1]
+    key: bytes | None = field(default=None, repr=False)
+    insecure: bool = False
+    host_owned: bool | None = None
+    incarnation: int | None = None
+
+    def __post_init__(self) -> None:
+        for what, text in (("run_id", self.run_id), ("name", self.name)):
+            if not text or len(text) > MAX_NAME_CHARS:
+                raise ValueError(f"{what} must have 1 to {MAX_NAME_CHARS} characters, not {text!r}")
+        split_endpoint(self.bind, "bind", any_port=True)
+        if self.advertise is not None:
+            split_endpoint(self.advertise, "advertise", any_port=True)
+        for contact in self.contacts:
+            check_contact(contact)
+        if not 1 <= self.num_nodes_min <= self.num_nodes_max:
+            raise ValueError(
+                f"1 <= num_nodes_min <= num_nodes_max must hold, not {self.num_nodes_min} and {self.num_nodes_max}"
+            )
+        for what, number in (
+            ("num_workers", self.num_workers - (self.role is Role.NODE)),
+            ("num_spares_expected", self.num_spares_expected),
+            ("num_witnesses_expected", self.num_witnesses_expected),
+        ):
+            if number < 0:
+                raise ValueError(f"{what} is too small for a {self.role}")
+        if self.first_view_last_call_s < 0:
+            raise ValueError("first_view_last_call_s must not be negative")
+        if self.key is not None and len(self.key) < 16:
+            raise ValueError("key must have at least 16 bytes; make one with: openssl rand -hex 32")
+        Timing(self.probe_interval_s, self.failure_s)
+
+    @property
+    def timing(self) -> Timing:
+        return Timing(self.probe_interval_s, self.failure_s)
+
+    @property
+    def max_size(self) -> int:
+        return self.num_nodes_max + self.num_spares_expected + self.num_witnesses_expected
+
+    @staticmethod
+    def from_env(env: Mapping[str, str] | None = None, **arguments: Any) -> Config:
+        """`arguments` completed by P2PSTATE_RUN_ID, _NAME, _BIND, _ADVERTISE, _CONTACTS (commas), _KEY (hex) and
+        _PRESET.
+
+        `preset` ("default" or "local") may also be an argument; probe_interval_s and failure_s win over it.
+        """
+        source = os.environ if env is None else env
+        for name in ("run_id", "name", "bind", "advertise"):
+            text = source.get(_ENV_PREFIX + name.upper())
+            if text is not None and arguments.get(name) is None:
+                arguments[name] = text
+        if arguments.get("contacts") is None and (listed := source.get(_ENV_PREFIX + "CONTACTS")) is not None:
+            arguments["contacts"] = tuple(part.strip() for part in listed.split(",") if part.strip())
+        if arguments.get("key") is None and (secret := source.get(_ENV_PREFIX + "KEY")) is not None:
+            try:
+                arguments["key"] = bytes.fromhex(secret.strip())
+            except ValueError:
+                raise ValueError("P2PSTATE_KEY must be hexadecimal; make one with: openssl rand -hex 32") from None
+        preset = arguments.pop("preset", None) or source.get(_ENV_PREFIX + "PRESET", "default")
+        if preset not in PRESETS:
+            raise ValueError(f"preset must be one of {sorted(PRESETS)}, not {preset!r}")
+        probe_interval_s, failure_s = PRESETS[preset]
+        arguments.setdefault("probe_interval_s", probe_interval_s)
+        arguments.setdefault("failure_s", failure_s)
+        missing = [name for name in ("run_id", "name", "bind") if arguments.get(name) is None]
+        if missing:
+            variables = ", ".join(_ENV_PREFIX + name.upper() for name in missing)
+            raise ValueError(f"{', '.join(missing)} must be given, as arguments or as {variables}")
+        return Config(**arguments)
+
+
+def split_endpoint(text: str, what: str, *, any_port: bool = False) -> tuple[str, int]:
+    """'host:port' or '[v6]:port' -> (host, port); ValueError naming `what` and the text."""
+    host, colon, port = text.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if bracketed:
+        host = host[1:-1]
+    lowest = 0 if any_port else 1
+    good_port = port.isascii() and port.isdigit() and lowest <= int(port) < 65536
+    good_host = bool(host) and not any(c.isspace() or c in "/,@[]" for c in host) and (bracketed or ":" not in host)
+    if not colon or not good_port or not good_host:
+        raise ValueError(
+            f'{what} {text!r} is not "host:port" (or "[IPv6 address]:port") with a port of {lowest}..65535'
+        )
+    return host, int(port)
+
+
+def check_contact(contact: str) -> None:
+    """ValueError, naming the contact, unless it has one of the forms that discovery.py understands."""
+    kind, colon, rest = contact.partition(":")
+    if kind == "dir" and rest.startswith("/"):
+        return
+    if kind == "slurm" and colon and rest.isascii() and rest.isdigit() and 0 < int(rest) < 65536:
+        return
+    split_endpoint(contact, "contact")

@@ -1,0 +1,426 @@
+"""The protocol core: one node's whole behaviour as `step(event, now) -> effects`. No socket, clock or thread.
+
+Flows in: events (a message, a tick, a broken connection, the application's wishes) with the time. Flows out: effects.
+Invariants: given the same events, times and seed it does the same; newer views replace older ones, never the reverse;
+messages of another run (nonce) change nothing.
+Limits: the verdict that a node hears first stays its verdict.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+from rendezvous.agreement import Agreement, Decider
+from rendezvous.config import Config
+from rendezvous.detector import Detector
+from rendezvous.effects import Deliver, Effect, Evicted, Forget, Installed, JobEnded, Outbox, Send, Waiting
+from rendezvous.membership import Membership, Record
+from rendezvous.motives import Motives
+from rendezvous.types import Member, MemberKey, Verdict, View
+from rendezvous.views import Sizes
+from rendezvous.wire import (
+    MAX_PROGRESS_BYTES,
+    Accept,
+    AcceptedVote,
+    Ack,
+    AppMessage,
+    Beat,
+    Decided,
+    Ended,
+    Envelope,
+    Gossip,
+    IndirectAck,
+    Join,
+    JoinRefused,
+    Ping,
+    PingRequest,
+    Prepare,
+    Promise,
+    Reject,
+    Status,
+    StoreCall,
+    StoreResult,
+    Sync,
+    Update,
+    ViewWanted,
+    Wanted,
+    pack,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    envelope: Envelope
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time passed. Must come at least as often as `next_deadline_s` says; being late is noticed as a stall."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLost:
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Dialed:
+    address: str
+    refused: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Contacts:
+    """The contact list as it reads now, and what is wrong with it."""
+
+    addresses: tuple[str, ...]
+    problems: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Declare:
+    verdict: Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AssumeDead:
+    """An operator or a scheduler guarantees that every incarnation of `name` is gone."""
+
+    name: str
+    reason: str
+
+
+Event: TypeAlias = Received | Tick | ConnectionLost | Dialed | Contacts | Propose | Declare | Leave | AssumeDead
+
+
+class Oracle(Decider, Protocol):
+    """What the core asks of the application, synchronously."""
+
+    def progress(self) -> Mapping[str, Any]: ...
+
+
+class Core:
+    """One node's protocol state, advanced in place by `step`."""
+
+    def __init__(self, me: Member, config: Config, oracle: Oracle, rng: random.Random, now: float) -> None:
+        timing = config.timing
+        self.config = config
+        self._timing = timing
+        self._oracle = oracle
+        self._rng = rng
+        self._out = Outbox()
+        sizes = Sizes(config.num_nodes_min, config.num_nodes_max, config.max_size)
+        self.membership = Membership(me, self._out, now)
+        self.detector = Detector(self.membership, timing, self._beat, rng, self._out, now)
+        self.agreement = Agreement(self.membership, sizes, timing, oracle, self._install, rng, self._out)
+        self.motives = Motives(self.membership, self.agreement, config, self._out, now)
+        self.verdict: Verdict | None = None
+        self.view: View | None = None  # the newest view that contains this node
+        self._evicted = False
+        self._started_s = self._last_tick_s = now
+        self._contacts = Contacts(())
+        self._next_join_s = now
+        self._join_interval_s = timing.probe_interval_s
+        self._next_sync_s = now + timing.sync_interval_s
+        self._introduced_s: dict[str, float] = {}
+        self._waiting = ""
+        self.num_foreign = 0
+
+    @property
+    def me(self) -> Member:
+        return self.membership.me
+
+    @property
+    def newest(self) -> View | None:
+        """The newest decided view known here, whether or not this node is in it."""
+        return self.agreement.view
+
+    @property
+    def nonce(self) -> str:
+        return self.newest.nonce if self.newest else ""
+
+    def next_deadline_s(self) -> float:
+        regular = self._last_tick_s + self._timing.probe_interval_s / 2
+        return min(
+            regular, self.detector.next_deadline_s(), self.agreement.next_deadline_s(), self.motives.next_deadline_s()
+        )
+
+    def step(self, event: Event, now: float) -> list[Effect]:
+        """Handle one event. Never blocks and never fails on what others sent."""
+        match event:
+            case Received():
+                self._receive(event.envelope, now)
+            case Tick():
+                self._tick(now)
+            case ConnectionLost():
+                self.detector.on_lost(event.address, now)
+            case Dialed():
+                self.detector.on_dialed(event.address, event.refused, now)
+            case Contacts():
+                self._contacts = event
+                self._next_join_s = now
+            case Propose():
+                self.motives.request(event.reason, now)
+            case Declare():
+                self._end(event.verdict)
+            case Leave():
+                self.membership.leave(event.reason)
+            case AssumeDead():
+                self._assume_dead(event, now)
+        self.agreement.abstains = self._evicted or self.membership.own.ended
+        if self.verdict is None and not self.agreement.abstains:
+            self.motives.act(now)
+        return self._drain()
+
+    def _drain(self) -> list[Effect]:
+        effects: list[Effect] = []
+        for effect in self._out.drain():
+            if isinstance(effect, Waiting):
+                if effect.reason == self._waiting:
+                    continue
+                self._waiting = effect.reason
+            effects.append(effect)
+        return effects
+
+    # -- time -------------------------------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        gap_s, self._last_tick_s = now - self._last_tick_s, now
+        if gap_s > self._timing.stall_s:
+            self.detector.postpone(gap_s, now)
+        if self.membership.own.status is Status.LEFT:
+            return
+        self.detector.tick(now)
+        self.agreement.tick(now)
+        if now >= self._next_join_s:
+            self._join(now)
+        if now >= self._next_sync_s:
+            self._next_sync_s = now + self._timing.sync_interval_s
+            others = sorted((r for r in self.membership.others() if not r.ended), key=lambda r: r.member.key)
+            if others:
+                self._out.send(self._rng.choice(others).member, self._sync(reply=True))
+
+    def _join(self, now: float) -> None:
+        """Introduce this node to every contact that is no known live member: at start, and for ever after."""
+        known = {record.member.address for record in self.membership.live()} | {self.me.address}
+        missing = [address for address in self._contacts.addresses if address not in known]
+        for address in missing:
+            self._out.put(Send(address, None, Join(self.me)))
+        alone = len(known) == 1
+        if not alone:
+            self._join_interval_s = min(2 * self._join_interval_s, self._timing.failure_s)
+        self._next_join_s = now + self._join_interval_s
+        if alone and (missing or self._contacts.problems) and now - self._started_s > self._timing.failure_s:
+            listed = ", ".join((*missing, *self._contacts.problems))
+            self._out.put(Waiting(f"no contact answers ({listed}): waiting for one; check addresses and firewalls"))
+
+    # -- messages ---------------------------------------------------------------------------------------------------
+
+    def _receive(self, envelope: Envelope, now: float) -> None:
+        foreign = envelope.nonce and self.nonce and envelope.nonce != self.nonce
+        if envelope.run_id != self.config.run_id or foreign:
+            self.num_foreign += 1
+            return
+        message, sender = envelope.message, envelope.sender
+        if envelope.to is not None and envelope.to != self.me.key:
+            # Meant for a predecessor at this address: tell the sender who lives here now.
+            self._introduce(envelope.address, now)
+            return
+        if sender == self.me.key:
+            return
+        match message:
+            case Join():
+                self._on_join(message.member, envelope, now)
+                return
+            case JoinRefused():
+                self._out.put(Waiting(f"{envelope.sender.name} refuses this node: {message.reason}"))
+                return
+            case Sync():
+                self._on_sync(message, envelope, now)
+                return
+            case Decided():
+                self._install(message.view, now)
+                return
+            case Ended():
+                self._end(message.verdict)
+                return
+            case _:
+                pass
+        record = self.membership.records.get(sender)
+        if record is None:
+            self._introduce(envelope.address, now)
+            return
+        record.heard_s = now
+        if record.ended:
+            self._answer_ended(record, envelope)
+            return
+        self._dispatch(record, envelope, now)
+
+    def _dispatch(self, record: Record, envelope: Envelope, now: float) -> None:
+        sender = record.member
+        match message := envelope.message:
+            case Ping():
+                self._on_beat(record, message.beat, now)
+                self.detector.on_ping(record, message)
+            case Ack():
+                self._on_beat(record, message.beat, now)
+                self.detector.on_ack(record, message)
+            case PingRequest():
+                self.detector.on_ping_request(record, message, now)
+            case IndirectAck():
+                self.detector.on_indirect_ack(message)
+            case Gossip():
+                self._apply_all(message.updates, now)
+            case Prepare() | Promise() | Accept() | AcceptedVote() | Reject():
+                self.agreement.receive(sender, message, now)
+            case ViewWanted():
+                if self.newest is not None and self.newest.epoch > message.epoch:
+                    self._out.send(sender, Decided(self.newest))
+            case Wanted():
+                self.motives.wanted_by(sender, message, now)
+            case AppMessage() | StoreCall() | StoreResult():
+                self._out.put(Deliver(sender, message))
+            case _:
+                raise AssertionError(f"{type(message).__name__} was not expected here")
+
+    def _answer_ended(self, record: Record, envelope: Envelope) -> None:
+        """A member that is out still asks: tell it what it is thought to be and the newest view, so that it stops."""
+        message = envelope.message
+        if isinstance(message, Ping):
+            self.detector.on_ping(record, message)
+        if self.newest is not None and isinstance(message, Ping | ViewWanted | Prepare | Accept | StoreCall):
+            self._out.send(record.member, Decided(self.newest))
+
+    def _on_join(self, member: Member, envelope: Envelope, now: float) -> None:
+        if member.key != envelope.sender or member.address != envelope.address:
+            return
+        known = self.membership.records.get(member.key)
+        if known is not None and known.ended:
+            if self.newest is not None:
+                self._out.send(member, Decided(self.newest))
+            self._out.send(member, JoinRefused(f"this incarnation is out ({known.reason}); start the agent anew"))
+            return
+        namesakes = [r for r in self.membership.records.values() if r.member.name == member.name and not r.ended]
+        for record in namesakes:
+            if record.member.key == member.key or record.status is Status.DEAD:
+                continue
+            if record.member.address != member.address or record is self.membership.own:
+                reason = f"its name is taken by a live member at {record.member.address}; names must be unique"
+                self._out.send(member, JoinRefused(reason))
+                self.detector.urgent(record.member.key, now)
+                return
+        for record in self.membership.at(member.address):
+            if record.member.key != member.key:
+                # Two processes cannot listen at one address of one host: the older one is dead.
+                proof = record.member.host_owned
+                self.membership.judge(
+                    record.member.key, Status.GONE, f"replaced by {member.key} at its address", now, proof=proof
+                )
+        if known is None:
+            self.membership.apply(Update(member, Status.ALIVE, 0, "", False, self.me.name), now, first_hand=True)
+        self._out.send(member, self._sync(reply=False))
+
+    def _on_sync(self, message: Sync, envelope: Envelope, now: float) -> None:
+        self._apply_all(message.updates, now)
+        if message.view is not None:
+            self._install(message.view, now)
+        if message.verdict is not None:
+            self._end(message.verdict)
+        record = self.membership.records.get(envelope.sender)
+        if message.reply and record is not None:
+            self._out.send(record.member, self._sync(reply=False))
+
+    def _on_beat(self, record: Record, beat: Beat, now: float) -> None:
+        self._apply_all(beat.updates, now)
+        self.membership.apply(Update(record.member, Status.ALIVE, beat.refutation, "", False, record.member.name), now)
+        record.epoch, record.progress, record.progress_s = max(record.epoch, beat.epoch), beat.progress, now
+        if beat.verdict is not None:
+            self._end(beat.verdict)
+        if beat.epoch > self.agreement.epoch:
+            self.agreement.highest_seen_epoch = max(self.agreement.highest_seen_epoch, beat.epoch)
+            self._out.send(record.member, ViewWanted(self.agreement.epoch))
+        elif self.newest is not None and beat.epoch < self.newest.epoch:
+            self._out.send(record.member, Decided(self.newest))
+
+    def _apply_all(self, updates: tuple[Update, ...], now: float) -> None:
+        for update in updates:
+            if self.membership.apply(update, now) and update.status is Status.SUSPECT:
+                self.detector.urgent(update.member.key, now)
+
+    def _introduce(self, address: str, now: float) -> None:
+        if now >= self._introduced_s.get(address, now):
+            if len(self._introduced_s) > 1024:
+                self._introduced_s.clear()
+            self._introduced_s[address] = now + self._timing.resend_s
+            self._out.put(Send(address, None, Join(self.me)))
+
+    def _beat(self, to: Record) -> Beat:
+        updates = self.membership.take_news()
+        if to.status is not Status.ALIVE:
+            updates = (to.update(), *(update for update in updates if update.member.key != to.member.key))
+        progress = dict(self._oracle.progress())
+        pack(progress, MAX_PROGRESS_BYTES, "what Application.progress() returned")
+        return Beat(self.agreement.epoch, self.membership.refutation, updates, self.verdict, progress)
+
+    def _sync(self, *, reply: bool) -> Sync:
+        return Sync(self.membership.table(), self.newest, self.verdict, reply)
+
+    # -- decisions --------------------------------------------------------------------------------------------------
+
+    def _install(self, view: View, now: float) -> None:
+        """Take over a decided view if it is newer; tell those who may not know when it was decided here."""
+        previous = self.newest
+        if view.epoch <= self.agreement.epoch or (previous is not None and view.nonce != previous.nonce):
+            return
+        proposal = self.agreement.proposal
+        decided_here = proposal is not None and proposal.view is view
+        self.agreement.install(view)
+        self.motives.reset(now)
+        self._waiting = ""
+        for member in view.members:
+            if member.key not in self.membership.records:
+                self.membership.apply(Update(member, Status.ALIVE, 0, "", False, member.name), now)
+        if decided_here:
+            for record in self.membership.others():
+                if not record.ended:
+                    self._out.send(record.member, Decided(view))
+        for key in (previous.keys if previous else frozenset()) - view.keys:
+            left_out = self.membership.records.get(key)
+            if left_out is not None and left_out is not self.membership.own and not left_out.ended:
+                self.membership.judge(key, Status.GONE, f"not in the view of epoch {view.epoch}", now)
+        is_member = self.me.key in view.keys
+        self._out.put(Installed(view, is_member))
+        if is_member:
+            self.view = view
+        elif self.view is not None and not self._evicted:
+            self._evicted = True
+            self._out.put(Evicted(view))
+
+    def _end(self, verdict: Verdict) -> None:
+        if self.verdict is None:
+            self.verdict = verdict
+            self._out.put(JobEnded(verdict))
+            for record in self.membership.live():
+                self._out.send(record.member, Ended(verdict))
+
+    def _assume_dead(self, event: AssumeDead, now: float) -> None:
+        for record in list(self.membership.others()):
+            if record.member.name == event.name and not record.ended:
+                self.membership.judge(record.member.key, Status.GONE, event.reason, now, proof=True)
+                self._out.put(Forget(record.member.address))
+
+    def members(self) -> Mapping[MemberKey, Record]:
+        return self.membership.records

@@ -1,0 +1,176 @@
+"""Where contacts come from: addresses, names with one or many records, a shared directory, a Slurm node list.
+
+Flows in: contact texts and, each time they are read, the world (resolver, directory, environment). Flows out: addresses
+(IP literals with a port) and a sentence for each contact that gave none.
+Invariants: reading never raises for what the world answers; a contact that fails now may work the next time.
+Limits: a resolver may take long, so `ContactReader` reads on a thread of its own and never on the node's.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from rendezvous.config import check_contact, split_endpoint
+from rendezvous.types import RendezvousError, address_from, join_address, split_address
+
+_MAX_FILES = 4096
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """Every address of `host`; OSError if it has none."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    return list(dict.fromkeys(join_address(str(entry[4][0]), port) for entry in found if "%" not in str(entry[4][0])))
+
+
+def read_contacts(contacts: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[list[str], list[str]]:
+    """-> (addresses without repetition, problems). Blocks as long as the resolver does."""
+    addresses: list[str] = []
+    problems: list[str] = []
+    for contact in contacts:
+        try:
+            addresses += _read_one(contact, os.environ if env is None else env)
+        except (OSError, ValueError) as error:
+            problems.append(f"{contact}: {error}")
+    return list(dict.fromkeys(addresses)), problems
+
+
+def _read_one(contact: str, env: Mapping[str, str]) -> list[str]:
+    check_contact(contact)
+    kind, _, rest = contact.partition(":")
+    if kind == "dir":
+        return _read_directory(Path(rest))
+    if kind == "slurm":
+        listed = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+        if not listed:
+            raise ValueError("SLURM_JOB_NODELIST is not set: this is no Slurm job step")
+        return [address for host in expand_hosts(listed) for address in resolve(host, int(rest))]
+    host, port = split_endpoint(contact, "contact")
+    return resolve(host, port)
+
+
+def _read_directory(directory: Path) -> list[str]:
+    found = []
+    for path in sorted(directory.iterdir())[:_MAX_FILES]:
+        if path.suffix == ".address":
+            with path.open("rb") as file:
+                text = file.read(64)
+            try:
+                found.append(address_from(text.decode("ascii").strip()))
+            except ValueError:
+                continue  # half written, or not ours: it is read again
+    return found
+
+
+def publish(contacts: Sequence[str], name: str, address: str) -> None:
+    """Leave the own address in every shared directory among the contacts; RendezvousError if one cannot be written."""
+    file_name = re.sub(r"[^A-Za-z0-9_.-]", lambda match: f"%{ord(match[0]):x}", name) + ".address"
+    for contact in contacts:
+        kind, _, rest = contact.partition(":")
+        if kind != "dir":
+            continue
+        try:
+            Path(rest).mkdir(parents=True, exist_ok=True)
+            half = Path(rest) / f"{file_name}.{os.getpid()}.new"
+            half.write_text(address)
+            half.replace(Path(rest) / file_name)
+        except OSError as error:
+            raise RendezvousError(
+                f"the own address cannot be written to the contact directory {rest} ({error}): other nodes would not "
+                "find this one. Make the directory writable, or list addresses instead"
+            ) from error
+
+
+def expand_hosts(listed: str) -> list[str]:
+    """A Slurm node list, "a[01-03,7],b", -> its host names. ValueError for what is none."""
+    hosts: list[str] = []
+    for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", listed):
+        match = re.fullmatch(r"([^\[\]]*)(?:\[([^\]]*)\](.*))?", part)
+        if match is None:
+            raise ValueError(f"{listed!r} is no Slurm node list")
+        prefix, ranges, rest = match.groups()
+        if ranges is None:
+            hosts.append(prefix)
+            continue
+        for item in ranges.split(","):
+            first, _, last = item.partition("-")
+            last = last or first
+            if not (first.isdigit() and last.isdigit() and int(last) - int(first) < 65536):
+                raise ValueError(f"{listed!r} is no Slurm node list")
+            numbers = range(int(first), int(last) + 1)
+            hosts += [host for n in numbers for host in expand_hosts(f"{prefix}{n:0{len(first)}d}{rest}")]
+    return hosts
+
+
+def own_address(bind: str, advertise: str | None, port: int, contacts: Sequence[str]) -> str:
+    """The address to tell others for a socket bound to `port`; RendezvousError if it cannot be found out."""
+    host, wanted = split_endpoint(advertise or bind, "advertise" if advertise else "bind", any_port=True)
+    port = wanted or port
+    if host in ("0.0.0.0", "::", "*"):
+        return join_address(_outgoing_host(contacts), port)
+    try:
+        return address_from(resolve(host, port)[0])
+    except (OSError, IndexError, ValueError) as error:
+        raise RendezvousError(
+            f"the own address {host!r} does not resolve ({error}): others cannot reach this node. "
+            "Give an IP address with bind or advertise"
+        ) from error
+
+
+def _outgoing_host(contacts: Sequence[str]) -> str:
+    """The local address from which the first contact with a literal address is reached. Sends nothing."""
+    for contact in contacts:
+        try:
+            host, port = split_address(contact)
+            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+                probe.connect((host, port))
+                return str(probe.getsockname()[0])
+        except (OSError, ValueError):
+            continue
+    try:
+        return split_address(resolve(socket.gethostname(), 1)[0])[0]
+    except (OSError, IndexError, ValueError) as error:
+        raise RendezvousError(
+            f"bind names every interface and no own address could be found ({error}). Give one with advertise"
+        ) from error
+
+
+def is_literal(contact: str) -> bool:
+    """Can this contact be read without waiting for anybody?"""
+    try:
+        split_address(contact)
+    except ValueError:
+        return False
+    return True
+
+
+class ContactReader:
+    """Reads the contacts again and again on a thread of its own. Owned by one node; `close` ends the thread."""
+
+    def __init__(
+        self, contacts: Sequence[str], interval_s: float, report: Callable[[list[str], list[str]], None]
+    ) -> None:
+        self._contacts = tuple(contacts)
+        self._interval_s = interval_s
+        self._report = report
+        self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
+        # A daemon: a resolver can hang for longer than anybody wants to wait at exit.
+        self._thread = threading.Thread(target=self._run, name="rendezvous-contacts", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            self._report(*read_contacts(self._contacts))
+            try:
+                self._stop.get(timeout=self._interval_s)
+                return
+            except queue.Empty:
+                continue
+
+    def close(self) -> None:
+        self._stop.put(None)

@@ -1,0 +1,208 @@
+"""Who is alive, suspect, dead, gone: the table every node keeps, and how news changes it. Pure: no I/O, no clock.
+
+Flows in: updates (own judgements and gossip), with the time. Flows out: the table, `Changed` effects, updates to
+gossip.
+Invariants: LEFT and GONE are for ever; otherwise the higher refutation number wins and at equal numbers the worse
+status; only a member itself raises its refutation number. So tables that saw the same updates in any order are equal.
+Limits: records of gone members are kept (late gossip must not revive them), at most MAX_GONE of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rendezvous.effects import Changed, Outbox
+from rendezvous.suspicion import Suspicion
+from rendezvous.types import Change, Member, MemberChange, MemberKey, Role
+from rendezvous.wire import Gossip, Status, Update
+
+MAX_GONE = 2048
+_PIGGYBACK = 8
+_CHANGES = {
+    Status.ALIVE: Change.ALIVE,
+    Status.SUSPECT: Change.SUSPECT,
+    Status.DEAD: Change.DEAD,
+    Status.LEFT: Change.LEFT,
+    Status.GONE: Change.DEAD,
+}
+
+
+@dataclass(slots=True)
+class Record:
+    """What is known about one member. `heard_s`: last message from itself; `epoch`: the newest view it knows."""
+
+    member: Member
+    status: Status
+    refutation: int
+    reason: str
+    proof: bool
+    origin: str
+    since_s: float
+    heard_s: float
+    epoch: int = 0
+    progress: Mapping[str, Any] = field(default_factory=dict)
+    progress_s: float = 0.0
+    suspicion: Suspicion | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.status >= Status.LEFT
+
+    @property
+    def live(self) -> bool:
+        return self.status <= Status.SUSPECT
+
+    def update(self) -> Update:
+        return Update(self.member, self.status, self.refutation, self.reason, self.proof, self.origin)
+
+
+class Membership:
+    """The table. Its owner is the core; `version` grows with each change of a status."""
+
+    def __init__(self, me: Member, out: Outbox, now: float) -> None:
+        self.me = me
+        self.version = 0
+        self._out = out
+        self._own = Record(me, Status.ALIVE, 0, "", False, me.name, now, now)
+        self.records: dict[MemberKey, Record] = {me.key: self._own}
+        self._news: dict[MemberKey, tuple[Update, int]] = {}
+        self.refuted = 0
+
+    @property
+    def refutation(self) -> int:
+        return self._own.refutation
+
+    @property
+    def own(self) -> Record:
+        return self._own
+
+    def others(self) -> Iterator[Record]:
+        """Every record but the own one."""
+        return (record for record in self.records.values() if record is not self._own)
+
+    def live(self) -> list[Record]:
+        """Other members that are alive or suspect."""
+        return [record for record in self.others() if record.live]
+
+    def num_live(self) -> int:
+        return sum(record.live for record in self.records.values())
+
+    def gone(self) -> frozenset[MemberKey]:
+        """Members that certainly never act again, as far as is proven; they have no vote."""
+        return frozenset(key for key, record in self.records.items() if record.ended and record.proof)
+
+    def at(self, address: str) -> list[Record]:
+        return [record for record in self.others() if record.member.address == address and not record.ended]
+
+    def table(self) -> tuple[Update, ...]:
+        return tuple(record.update() for record in self.records.values())
+
+    def apply(self, update: Update, now: float, *, first_hand: bool = False) -> bool:
+        """Take in one update; True if it was news. First-hand news is told to all at once, other news is passed on."""
+        key = update.member.key
+        if key == self.me.key:
+            return self._about_myself(update)
+        record = self.records.get(key)
+        if record is None:
+            if sum(known.ended for known in self.records.values()) >= MAX_GONE:
+                self._drop_oldest_gone()
+            record = Record(
+                update.member,
+                update.status,
+                update.refutation,
+                update.reason,
+                update.proof,
+                update.origin,
+                now,
+                now,
+            )
+            self.records[key] = record
+            if not record.ended:
+                self._changed(record, Change.JOINED)
+        elif record.ended or not self._newer(update, record):
+            return self._confirms(update, record) and self._spread(record, first_hand)
+        else:
+            before = record.status
+            record.status, record.refutation, record.reason = update.status, update.refutation, update.reason
+            record.proof, record.origin = update.proof, update.origin
+            if before is update.status:
+                return self._spread(record, first_hand)
+            record.since_s = now
+            self._changed(record, _CHANGES[update.status])
+        record.suspicion = Suspicion(now, {update.origin}) if record.status is Status.SUSPECT else None
+        self.version += 1
+        return self._spread(record, first_hand)
+
+    def judge(self, key: MemberKey, status: Status, reason: str, now: float, *, proof: bool = False) -> bool:
+        """This node's own finding about another member."""
+        record = self.records[key]
+        return self.apply(
+            Update(record.member, status, record.refutation, reason, proof, self.me.name), now, first_hand=True
+        )
+
+    def leave(self, reason: str) -> None:
+        """Announce the own departure; afterwards this node has no part in any decision."""
+        self._own.status, self._own.reason, self._own.proof = Status.LEFT, reason, True
+        self._spread(self._own, True)
+
+    def take_news(self) -> tuple[Update, ...]:
+        """Updates to send along with the next heartbeat; each goes out O(log n) times."""
+        chosen = sorted(self._news.items(), key=lambda item: (-item[1][1], item[0]))[:_PIGGYBACK]
+        for key, (update, num_left) in chosen:
+            if num_left > 1:
+                self._news[key] = (update, num_left - 1)
+            else:
+                del self._news[key]
+        return tuple(update for _, (update, _) in chosen)
+
+    def candidates(self, role: Role, members: frozenset[MemberKey]) -> list[Member]:
+        """Live members of a role that are in none of `members`."""
+        return [r.member for k, r in self.records.items() if r.live and r.member.role is role and k not in members]
+
+    def _about_myself(self, update: Update) -> bool:
+        if self._own.ended or update.status is Status.ALIVE:
+            return False
+        if update.status >= Status.LEFT:
+            self._own.status, self._own.reason = Status.GONE, update.reason
+            return True
+        if update.refutation >= self._own.refutation:
+            self._own.refutation = update.refutation + 1
+            self.refuted += 1
+            self._spread(self._own, True)
+        return True
+
+    @staticmethod
+    def _newer(update: Update, record: Record) -> bool:
+        if update.status >= Status.LEFT:
+            return True
+        return (update.refutation, update.status) > (record.refutation, record.status)
+
+    @staticmethod
+    def _confirms(update: Update, record: Record) -> bool:
+        """Another member suspects the same life sign: shortens the suspicion."""
+        if record.suspicion is None or update.status is not Status.SUSPECT or update.refutation != record.refutation:
+            return False
+        if update.origin in record.suspicion.accusers:
+            return False
+        record.suspicion.accusers.add(update.origin)
+        record.origin = update.origin
+        return True
+
+    def _changed(self, record: Record, kind: Change) -> None:
+        self._out.put(Changed(MemberChange(kind, record.member, record.reason, record.proof)))
+
+    def _spread(self, record: Record, first_hand: bool) -> bool:
+        update = record.update()
+        self._news[record.member.key] = (update, 3 * math.ceil(math.log2(len(self.records) + 1)))
+        if first_hand:
+            for other in self.live():
+                if other is not record:
+                    self._out.send(other.member, Gossip((update,)))
+        return True
+
+    def _drop_oldest_gone(self) -> None:
+        ended = [(record.since_s, key) for key, record in self.records.items() if record.ended]
+        del self.records[min(ended)[1]]

@@ -1,0 +1,165 @@
+"""An epoch's store as torch wants it: `EpochStore` is a torch Store over any channel to the shards.
+
+Flows in: calls of torch and of user code, from any thread. Flows out: requests on a `StoreChannel`.
+Invariants: nothing but DistStoreError (or a subclass) is raised, because torch's own barriers do not survive other
+errors; the timeout is read at every operation, because a prefix store changes it behind Python's back.
+Limits: `queue_push` and its like are not offered. Stores are never freed: groups keep only the C++ half alive, so every
+Python half made here stays in a list (one for each epoch and clone, a few hundred bytes each).
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch._C._distributed_c10d import Store
+from torch.distributed import DistStoreError
+
+from rendezvous.node import Node
+from rendezvous.types import StoreReply
+
+_CHECK_INTERVAL_S = 0.05
+_kept: list[EpochStore] = []
+
+
+class StoreError(DistStoreError):
+    """A store operation failed; the text says why."""
+
+
+class StoreEnded(StoreError):
+    """The epoch is over: whoever waits must stop and take part in the next one."""
+
+
+class StoreTimeout(StoreError):
+    """The deadline passed before the keys were set."""
+
+
+class StoreChannel(Protocol):
+    """The way from this process to the members' shards."""
+
+    def request(self, epoch: int, op: str, args: list[Any], deadline_s: float) -> Any:
+        """One operation (store_shard.py), `deadline_s` from now. Blocks; called from any thread.
+
+        Raises StoreEnded when the epoch is over, StoreTimeout at the deadline, StoreError otherwise.
+        """
+        ...
+
+
+class EpochStore(Store):
+    """The store of the round that `epoch` belongs to. It lives and dies with that round."""
+
+    def __init__(self, channel: StoreChannel, epoch: int, timeout: timedelta | None = None) -> None:
+        super().__init__()
+        self._channel = channel
+        self._epoch = epoch
+        if timeout is not None:
+            self.set_timeout(timeout)
+        _kept.append(self)
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
+
+    def set(self, key: str, value: bytes | str) -> None:
+        self._request("set", [key, _bytes(value)])
+
+    def get(self, key: str) -> bytes:
+        """The value, once somebody set it."""
+        return bytes(self._request("get", [key]))
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._request("add", [key, amount]))
+
+    def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
+        return bytes(self._request("compare_set", [key, _bytes(expected), _bytes(desired)]))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self._request("wait", [list(keys)], timeout)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._request("check", [list(keys)]))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._request("delete_key", [key]))
+
+    def num_keys(self) -> int:
+        return int(self._request("num_keys", []))
+
+    # torch's C++ half calls these two by their C++ names.
+    def deleteKey(self, key: str) -> bool:
+        return self.delete_key(key)
+
+    def getNumKeys(self) -> int:
+        return self.num_keys()
+
+    def append(self, key: str, value: bytes | str) -> None:
+        self._request("append", [key, _bytes(value)])
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [bytes(value) for value in self._request("multi_get", [list(keys)])]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
+        self._request("multi_set", [list(keys), [_bytes(value) for value in values]])
+
+    def has_extended_api(self) -> bool:
+        return True
+
+    def clone(self) -> EpochStore:
+        return EpochStore(self._channel, self._epoch, self._timeout())
+
+    def _timeout(self) -> timedelta:
+        timeout: timedelta = getattr(self, "timeout")  # noqa: B009  (torch's type stubs leave the property out)
+        return timeout
+
+    def _request(self, op: str, args: list[Any], timeout: timedelta | None = None) -> Any:
+        # The timeout must be read here and now: PrefixStore.set_timeout changes it without calling Python.
+        deadline_s = (self._timeout() if timeout is None else timeout).total_seconds()
+        try:
+            return self._channel.request(self._epoch, op, args, deadline_s)
+        except StoreError:
+            raise
+        except (LookupError, TimeoutError, OSError, ValueError, RuntimeError) as error:
+            raise StoreError(f"store {op}: {error}") from error
+
+
+def raise_or_return(reply: StoreReply) -> Any:
+    """The value of a reply, or the exception it stands for."""
+    if reply.ok:
+        return reply.value
+    if reply.ended:
+        raise StoreEnded(reply.error)
+    if reply.timed_out:
+        raise StoreTimeout(reply.error)
+    raise StoreError(reply.error)
+
+
+class NodeChannel:
+    """A channel for threads of the process that runs the node itself. `close` frees everybody who waits."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._closed = False
+
+    def request(self, epoch: int, op: str, args: list[Any], deadline_s: float) -> Any:
+        answers: queue.SimpleQueue[StoreReply] = queue.SimpleQueue()
+        self._node.call_soon_threadsafe(
+            lambda: self._node.store_request(epoch, op, args, deadline_s, answers.put),
+        )
+        until_s = time.monotonic() + deadline_s + 1.0  # the node itself answers at the deadline
+        while not self._closed:
+            try:
+                return raise_or_return(answers.get(timeout=_CHECK_INTERVAL_S))
+            except queue.Empty:
+                if time.monotonic() >= until_s:
+                    raise StoreTimeout(f"store {op}: the node did not answer in {deadline_s:g} s") from None
+        raise StoreEnded("this process gave up the store")
+
+    def close(self) -> None:
+        self._closed = True
+
+
+def _bytes(value: bytes | str) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)

@@ -1,0 +1,184 @@
+"""The server half of an epoch's store: one member's keys of one round. Pure: no socket, clock or thread.
+
+Flows in: operations with a caller's token and a deadline. Flows out: replies, at once or when a key appears.
+Invariants: every call is answered exactly once: done, failed, timed out or ended; operations take effect in the order
+in which they come in; a blocked call holds no place in that order.
+Limits: nothing is replicated or kept: a shard lives as long as its round. Sizes are bounded by the constants below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from rendezvous.types import StoreReply
+
+MAX_KEY_CHARS = 4096
+MAX_VALUE_BYTES = 7 * 2**20
+MAX_SHARD_BYTES = 2**30
+MAX_WAITING = 65536
+
+Token: TypeAlias = Hashable
+Replies: TypeAlias = list[tuple[Token, StoreReply]]
+ENDED = StoreReply(False, error="the round of this store is over", ended=True)
+
+
+class _Refused(ValueError):
+    """A call that can never succeed; the text becomes the reply's error."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    keys: tuple[str, ...]
+    deadline_s: float
+    result: Callable[[], Any]
+
+
+class StoreShard:
+    """Keys and blocked calls. `call`, `expire` and `end` return the replies that became due."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._num_bytes = 0
+        self._waiting: dict[Token, _Waiting] = {}
+        self._ended = False
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def is_waiting(self, token: Token) -> bool:
+        return token in self._waiting
+
+    def next_deadline_s(self) -> float:
+        return min((waiting.deadline_s for waiting in self._waiting.values()), default=float("inf"))
+
+    def call(self, token: Token, op: str, args: list[Any], deadline_s: float, now: float) -> Replies:
+        """Do one operation for `token`, which is unique. Blocking ones wait until `deadline_s` on `now`'s clock."""
+        if self._ended:
+            return [(token, ENDED)]
+        try:
+            return self._do(token, op, args, deadline_s, now)
+        except _Refused as error:
+            return [(token, StoreReply(False, error=f"store {op}: {error}"))]
+
+    def cancel(self, token: Token) -> None:
+        """Nobody waits for this call any more."""
+        self._waiting.pop(token, None)
+
+    def expire(self, now: float) -> Replies:
+        """Answer the calls whose deadline passed."""
+        late = [(token, waiting) for token, waiting in self._waiting.items() if waiting.deadline_s <= now]
+        replies: Replies = []
+        for token, waiting in late:
+            del self._waiting[token]
+            missing = [key for key in waiting.keys if key not in self._values]
+            text = f"nobody set {', '.join(map(repr, missing[:3]))}{' and others' if len(missing) > 3 else ''} in time"
+            replies.append((token, StoreReply(False, error=text, timed_out=True)))
+        return replies
+
+    def end(self) -> Replies:
+        """The round is over: free everybody who waits. Later calls are answered with `ended`."""
+        self._ended = True
+        replies: Replies = [(token, ENDED) for token in self._waiting]
+        self._waiting.clear()
+        self._values.clear()
+        return replies
+
+    def _do(self, token: Token, op: str, args: list[Any], deadline_s: float, now: float) -> Replies:
+        result: Any = None
+        changed: list[str] = []
+        match op, args:
+            case "set", [key, value]:
+                self._put(_key(key), _value(value))
+                changed = [key]
+            case "multi_set", [list() as keys, list() as values] if len(keys) == len(values):
+                pairs = [(_key(key), _value(value)) for key, value in zip(keys, values, strict=True)]
+                for key, value in pairs:
+                    self._put(key, value)
+                changed = keys
+            case "append", [key, value]:
+                self._put(_key(key), _value(self._values.get(key, b"") + _value(value)))
+                changed = [key]
+            case "add", [key, int() as amount]:
+                result = self._add(_key(key), amount)
+                changed = [key]
+            case "compare_set", [key, expected, desired]:
+                result = self._compare_set(_key(key), _value(expected), _value(desired))
+                changed = [key]
+            case "check", [list() as keys]:
+                result = all(_key(key) in self._values for key in keys)
+            case "delete_key", [key]:
+                old = self._values.pop(_key(key), None)
+                self._num_bytes -= len(old) + len(key) if old is not None else 0
+                result = old is not None
+            case "num_keys", []:
+                result = len(self._values)
+            case "get", [key]:
+                wanted = _key(key)
+                return self._when_set(token, (wanted,), deadline_s, now, lambda: self._values[wanted])
+            case "multi_get", [list() as keys]:
+                several = tuple(_key(key) for key in keys)
+                return self._when_set(token, several, deadline_s, now, lambda: [self._values[key] for key in several])
+            case "wait", [list() as keys]:
+                return self._when_set(token, tuple(_key(key) for key in keys), deadline_s, now, lambda: None)
+            case _:
+                raise _Refused("no such operation, or wrong arguments for it")
+        return [(token, StoreReply(True, result)), *(self._wake() if changed else [])]
+
+    def _put(self, key: str, value: bytes) -> None:
+        old = self._values.get(key)
+        grown = self._num_bytes + len(value) + (len(key) if old is None else -len(old))
+        if grown > MAX_SHARD_BYTES:
+            raise _Refused(f"the shard is full ({MAX_SHARD_BYTES} bytes)")
+        self._num_bytes = grown
+        self._values[key] = value
+
+    def _add(self, key: str, amount: int) -> int:
+        """Counters are decimal texts, as in torch's own stores, so that get and add can be mixed."""
+        try:
+            total = int(self._values.get(key, b"0")) + amount
+        except ValueError:
+            raise _Refused(f"the value of {key!r} is no number") from None
+        if not -(2**63) <= total < 2**63:
+            raise _Refused(f"the counter {key!r} leaves 64 bits")
+        self._put(key, str(total).encode())
+        return total
+
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """As TCPStore: an absent key is set if nothing was expected; the answer is what then counts as the value."""
+        current = self._values.get(key)
+        if current is None:
+            if expected:
+                return expected
+        elif current != expected:
+            return current
+        self._put(key, desired)
+        return desired
+
+    def _when_set(
+        self, token: Token, keys: tuple[str, ...], deadline_s: float, now: float, result: Callable[[], Any]
+    ) -> Replies:
+        if all(key in self._values for key in keys):
+            return [(token, StoreReply(True, result()))]
+        if len(self._waiting) >= MAX_WAITING:
+            raise _Refused("too many calls wait already")
+        self._waiting[token] = _Waiting(keys, deadline_s, result)
+        return self.expire(now) if deadline_s <= now else []
+
+    def _wake(self) -> Replies:
+        ready = [t for t, waiting in self._waiting.items() if all(key in self._values for key in waiting.keys)]
+        return [(token, StoreReply(True, self._waiting.pop(token).result())) for token in ready]
+
+
+def _key(value: object) -> str:
+    if not isinstance(value, str) or len(value) > MAX_KEY_CHARS:
+        raise _Refused(f"a key must be a string of at most {MAX_KEY_CHARS} characters")
+    return value
+
+
+def _value(value: object) -> bytes:
+    if not isinstance(value, bytes) or len(value) > MAX_VALUE_BYTES:
+        raise _Refused(f"a value must be bytes, at most {MAX_VALUE_BYTES}")
+    return value

@@ -1,0 +1,320 @@
+"""The real transport: ZeroMQ over TCP.
+
+Flows in and out: see transport.py. Every node binds one ROUTER and receives only there; it opens one DEALER for each
+peer and sends only there, under automatic routing ids. So a peer that is frozen with old connections can never block
+its successor or shadow anybody's identity.
+Invariants: all sockets belong to the thread that polls; queues, message size, handshake and linger are bounded; with a
+key every connection is encrypted and only clients with the derived key are let in; without one, only loopback is bound
+unless the caller insists.
+Limits: at most once, no acknowledgement; a frame may be lost when a connection breaks or a queue is full (counted).
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import struct
+import time
+from dataclasses import dataclass
+
+import zmq
+import zmq.utils.z85
+
+from rendezvous.config import Config, split_endpoint
+from rendezvous.discovery import own_address
+from rendezvous.keys import derive_keys
+from rendezvous.transport import Incoming
+from rendezvous.types import RendezvousError, join_address, split_address
+from rendezvous.wire import MAX_MESSAGE_BYTES
+
+SEND_QUEUE = 2000
+RECEIVE_QUEUE = 10000
+HANDSHAKE_MS = 5000
+MAX_FRAMES_PER_POLL = 500
+MAX_PEERS = 4096
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
+
+
+@dataclass(slots=True)
+class _Peer:
+    socket: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    connected: bool = False
+
+
+@dataclass(slots=True)
+class _Attempt:
+    probe: socket.socket
+    address: str
+    until_s: float
+
+
+@dataclass(slots=True)
+class Counters:
+    """Frames that went nowhere, by cause."""
+
+    queue_full: int = 0
+    unauthorised: int = 0
+
+
+def check_exposure(config: Config) -> None:
+    """ValueError unless the bind address is loopback, a key is set, or the caller said `insecure`."""
+    host, _ = split_endpoint(config.bind, "bind", any_port=True)
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if config.key is None and not loopback and not config.insecure:
+        raise ValueError(
+            f"bind {config.bind!r} can be reached from other hosts and no key is set: whoever reaches it could join or "
+            "end the run. Set one key on all nodes (P2PSTATE_KEY, made with `openssl rand -hex 32`), or insecure=True "
+            "in a network where everybody may"
+        )
+
+
+class ZmqTransport:
+    """See transport.Transport. Raises RendezvousError if the address cannot be bound, ValueError if it must not be."""
+
+    def __init__(self, config: Config) -> None:
+        check_exposure(config)
+        self.counters = Counters()
+        self._keys = derive_keys(config.key, config.run_id) if config.key is not None else None
+        self._peers: dict[str, _Peer] = {}
+        self._monitors: dict[zmq.Socket[bytes], str] = {}
+        self._dials: dict[int, _Attempt] = {}  # by descriptor: the poller reports plain sockets so
+        self._dialed: list[tuple[str, bool]] = []
+        self._wake_read, self._wake_write = socket.socketpair()
+        self._wake_read.setblocking(False)
+        self._wake_write.setblocking(False)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 2 * MAX_PEERS + 16)
+        self._zap: zmq.Socket[bytes] | None = None
+        self._poller = zmq.Poller()
+        self._poller.register(self._wake_read.fileno(), zmq.POLLIN)
+        self._closed = False
+        try:
+            self._router = self._bind(config)
+            self._address = own_address(config.bind, config.advertise, self._bound_port(), config.contacts)
+        except BaseException:
+            self.close(0.0)
+            raise
+
+    @property
+    def address(self) -> str:
+        return self._address
+
+    def _bind(self, config: Config) -> zmq.Socket[bytes]:
+        router = self._context.socket(zmq.ROUTER)
+        router.set(zmq.LINGER, 0)
+        router.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        router.set(zmq.RCVHWM, RECEIVE_QUEUE)
+        router.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        router.set(zmq.IPV6, 1)
+        if self._keys is not None:
+            self._zap = self._context.socket(zmq.REP)
+            self._zap.set(zmq.LINGER, 0)
+            self._zap.bind(_ZAP_ENDPOINT)
+            self._poller.register(self._zap, zmq.POLLIN)
+            router.set(zmq.ZAP_DOMAIN, b"p2pstate")
+            router.set(zmq.CURVE_SERVER, 1)
+            router.set(zmq.CURVE_SECRETKEY, self._keys.server_secret)
+        host, port = split_endpoint(config.bind, "bind", any_port=True)
+        try:
+            router.bind(f"tcp://{join_address(host, port) if port else join_address(host, 0)}")
+        except zmq.ZMQError as error:
+            router.close(0)
+            if error.errno == zmq.EADDRINUSE:
+                raise RendezvousError(
+                    f"{config.bind} is taken by another process: it cannot be listened at. Choose another port, or "
+                    f"end that process (find it with `ss -ltnp 'sport = :{port}'`)"
+                ) from error
+            raise RendezvousError(
+                f"this node cannot listen at {config.bind} ({error.strerror}): the address must be this host's"
+            ) from error
+        self._poller.register(router, zmq.POLLIN)
+        return router
+
+    def _bound_port(self) -> int:
+        endpoint = self._router.get(zmq.LAST_ENDPOINT)
+        assert isinstance(endpoint, bytes)
+        return int(endpoint.rstrip(b"\0").decode().rpartition(":")[2])
+
+    # -- sending ----------------------------------------------------------------------------------------------------
+
+    def send(self, address: str, frame: bytes) -> bool:
+        peer = self._peers.get(address) or self._connect(address)
+        if peer is None:
+            self.counters.queue_full += 1
+            return False
+        try:
+            peer.socket.send(frame, zmq.NOBLOCK)
+        except zmq.Again:
+            self.counters.queue_full += 1
+            return False
+        return True
+
+    def _connect(self, address: str) -> _Peer | None:
+        if len(self._peers) >= MAX_PEERS:
+            return None
+        split_address(address)
+        dealer = self._context.socket(zmq.DEALER)
+        dealer.set(zmq.LINGER, 0)
+        dealer.set(zmq.SNDHWM, SEND_QUEUE)
+        dealer.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        dealer.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        dealer.set(zmq.RECONNECT_IVL, 50)
+        dealer.set(zmq.RECONNECT_IVL_MAX, 1000)
+        dealer.set(zmq.IPV6, 1)
+        if self._keys is not None:
+            dealer.set(zmq.CURVE_SERVERKEY, zmq.curve_public(self._keys.server_secret))
+            dealer.set(zmq.CURVE_SECRETKEY, self._keys.client_secret)
+            dealer.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(self._keys.client_secret))
+        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        dealer.connect(f"tcp://{address}")
+        peer = _Peer(dealer, monitor)
+        self._peers[address] = peer
+        self._monitors[monitor] = address
+        self._poller.register(monitor, zmq.POLLIN)
+        return peer
+
+    def forget(self, address: str) -> None:
+        peer = self._peers.pop(address, None)
+        if peer is not None:
+            self._close_peer(peer, 0)
+
+    def _close_peer(self, peer: _Peer, linger_ms: int) -> None:
+        self._poller.unregister(peer.monitor)
+        del self._monitors[peer.monitor]
+        peer.socket.disable_monitor()
+        peer.monitor.close(0)
+        peer.socket.close(linger_ms)
+
+    # -- connection checks ------------------------------------------------------------------------------------------
+
+    def dial(self, address: str, timeout_s: float) -> None:
+        host, port = split_address(address)
+        probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        probe.setblocking(False)
+        code = probe.connect_ex((host, port))
+        if code == errno.EINPROGRESS:
+            self._dials[probe.fileno()] = _Attempt(probe, address, time.monotonic() + timeout_s)
+            self._poller.register(probe.fileno(), zmq.POLLOUT)
+        else:
+            probe.close()
+            self._dialed.append((address, code == errno.ECONNREFUSED))
+
+    def _end_dial(self, fd: int, refused: bool) -> None:
+        attempt = self._dials.pop(fd)
+        self._poller.unregister(fd)
+        attempt.probe.close()
+        self._dialed.append((attempt.address, refused))
+
+    # -- receiving --------------------------------------------------------------------------------------------------
+
+    def watch(self, fd: int) -> None:
+        self._poller.register(fd, zmq.POLLIN)
+
+    def unwatch(self, fd: int) -> None:
+        self._poller.unregister(fd)
+
+    def wake(self) -> None:
+        try:
+            self._wake_write.send(b"w")
+        except BlockingIOError:
+            pass  # enough wake-ups wait already
+        except OSError:
+            assert self._closed, "only a closed transport has no wake-up line"
+
+    def poll(self, timeout_s: float) -> Incoming:
+        wait_ms = 0 if self._dialed else max(0, int(timeout_s * 1000 + 0.999))
+        found = Incoming()
+        for item, _ in self._poller.poll(wait_ms):
+            if item is self._router:
+                self._receive(found.frames)
+            elif item is self._zap:
+                self._authenticate()
+            elif isinstance(item, int):
+                self._read_descriptor(item, found.readable)
+            elif isinstance(item, zmq.Socket) and item in self._monitors:
+                self._read_monitor(item, found.lost)
+        if self._dials:
+            now = time.monotonic()
+            for fd in [fd for fd, attempt in self._dials.items() if attempt.until_s <= now]:
+                self._end_dial(fd, refused=False)
+        found.dialed, self._dialed = self._dialed, []
+        return found
+
+    def _receive(self, frames: list[bytes]) -> None:
+        for _ in range(MAX_FRAMES_PER_POLL):
+            try:
+                parts = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            if len(parts) == 2:
+                frames.append(parts[1])
+
+    def _read_descriptor(self, fd: int, readable: list[int]) -> None:
+        attempt = self._dials.get(fd)
+        if attempt is not None:
+            self._end_dial(fd, attempt.probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == errno.ECONNREFUSED)
+        elif fd == self._wake_read.fileno():
+            self._drain_wake()
+        else:
+            readable.append(fd)
+
+    def _drain_wake(self) -> None:
+        try:
+            while self._wake_read.recv(4096):
+                pass
+        except BlockingIOError:
+            return
+
+    def _read_monitor(self, monitor: zmq.Socket[bytes], lost: list[str]) -> None:
+        address = self._monitors[monitor]
+        peer = self._peers[address]
+        while True:
+            try:
+                event_frame, _ = monitor.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            (event,) = struct.unpack_from("=H", event_frame)
+            if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                peer.connected = True
+            elif event == zmq.EVENT_DISCONNECTED and peer.connected:
+                peer.connected = False
+                lost.append(address)
+
+    def _authenticate(self) -> None:
+        """Answer ZeroMQ's question (RFC 27) whether a client's key may connect."""
+        assert self._zap is not None
+        assert self._keys is not None
+        allowed = zmq.utils.z85.decode(zmq.curve_public(self._keys.client_secret))
+        while True:
+            try:
+                request = self._zap.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            good = len(request) == 7 and request[0] == b"1.0" and request[5] == b"CURVE" and request[6] == allowed
+            self.counters.unauthorised += not good
+            sequence = request[1] if len(request) > 1 else b""
+            code, text = (b"200", b"OK") if good else (b"400", b"unknown key")
+            self._zap.send_multipart([b"1.0", sequence, code, text, b"", b""])
+
+    def close(self, linger_s: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for peer in list(self._peers.values()):
+            self._close_peer(peer, int(linger_s * 1000))
+        self._peers.clear()
+        for attempt in self._dials.values():
+            attempt.probe.close()
+        self._dials.clear()
+        if self._zap is not None:
+            self._zap.close(0)
+        if hasattr(self, "_router"):
+            self._router.close(0)
+        self._wake_read.close()
+        self._wake_write.close()
+        self._context.term()

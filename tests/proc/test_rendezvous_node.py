@@ -1,0 +1,121 @@
+"""Real nodes as real processes on loopback: they are killed, frozen and restarted, and views go on."""
+
+from __future__ import annotations
+
+import signal
+
+from rendezvous_cluster import Process, cluster, free_ports, in_view, start_three
+
+SIZES = {"num_nodes_min": 2, "num_nodes_max": 2, "num_spares_expected": 1}
+KEY = "00112233445566778899aabbccddeeff"
+
+
+def knows_progress(process: Process, name: str) -> bool:
+    """Asks again each time, because progress comes with a heartbeat."""
+    process.command("members")
+    return any(event["members"][name] == ["ALIVE", {"step": 7}] for event in process.find("members"))
+
+
+def test_first_contact_killed_next_view_decided_within_two_seconds() -> None:
+    with cluster(**SIZES) as running:
+        a, b, c = start_three(running)
+        killed_s = a.signal(signal.SIGKILL)
+        running.wait(lambda: in_view(b, "bc") and in_view(c, "bc"), "a view of b and c")
+        for process in (b, c):
+            dead = process.find("member", kind="dead", name="a")[0]
+            view = process.find("view")[-1]
+            assert dead["proof"]
+            assert dead["t"] - killed_s < 0.5
+            assert view["t"] - killed_s < 2.0
+            # c took the place of a, so the training membership changed.
+            assert view["members"] == [["c", "b"], [], []]
+            assert view["round"] == view["epoch"]
+
+
+def test_two_nodes_one_killed_the_other_goes_on_alone() -> None:
+    with cluster(num_nodes_min=1, num_nodes_max=2, key=KEY) as running:
+        ports = free_ports(2)
+        contacts = [f"127.0.0.1:{port}" for port in ports]
+        a, b = (running.start(n, bind=c, contacts=contacts) for n, c in zip("ab", contacts, strict=True))
+        running.wait(lambda: in_view(a, "ab") and in_view(b, "ab"), "a view of both, over encrypted connections")
+        a.signal(signal.SIGKILL)
+        running.wait(lambda: in_view(b, "b"), "a view of b alone")
+
+
+def test_frozen_member_replaced_by_silence_and_evicted_when_it_wakes() -> None:
+    with cluster(**SIZES) as running:
+        a, b, c = start_three(running)
+        stopped_s = a.signal(signal.SIGSTOP)
+        running.wait(lambda: in_view(b, "bc") and in_view(c, "bc"), "a view without the frozen member")
+        assert b.find("member", kind="suspect", name="a")
+        assert not b.find("member", kind="dead", name="a")[0]["proof"]
+        assert b.find("view")[-1]["t"] - stopped_s < 3.0
+        a.signal(signal.SIGCONT)
+        running.wait(lambda: a.find("evicted"), "the eviction of the member that woke up")
+        assert not in_view(a, "bc")
+
+
+def test_killed_member_restarted_at_its_address_joins_as_spare_without_disturbing_the_round() -> None:
+    with cluster(**SIZES) as running:
+        a, b, c = start_three(running)
+        a.signal(signal.SIGKILL)
+        running.wait(lambda: in_view(b, "bc") and in_view(c, "bc"), "a view of b and c")
+        a.popen.wait(10)
+        again = running.start("a", bind=a.find("ready")[0]["address"], contacts=[b.find("ready")[0]["address"]])
+        running.wait(lambda: all(in_view(p, "abc") for p in (again, b, c)), "a view with the new incarnation of a")
+        before, after = b.find("view")[-2:]
+        assert after["members"] == [["c", "b"], ["a"], []]
+        assert after["epoch"] == before["epoch"] + 1
+        assert after["round"] == before["round"]
+        assert after["nonce"] == again.find("view")[-1]["nonce"]
+
+
+def test_member_without_places_to_fill_waits_and_says_why() -> None:
+    with cluster(**SIZES) as running:
+        a, b, c = start_three(running)
+        a.signal(signal.SIGKILL)
+        running.wait(lambda: in_view(b, "bc") and in_view(c, "bc"), "a view of b and c")
+        c.signal(signal.SIGKILL)
+        reason = "2 of 2 training nodes are needed, 1 is alive and no spare is left: waiting for a node to join"
+        running.wait(lambda: b.find("waiting", reason=reason), "the sentence that says what is missing")
+        running.start("d", bind="127.0.0.1:0", contacts=[b.find("ready")[0]["address"]])
+        running.wait(lambda: in_view(b, "bd"), "a view with the newcomer")
+        assert b.find("view")[-1]["members"][0] == ["d", "b"]
+
+
+def test_verdict_messages_requests_and_departure_reach_everybody() -> None:
+    with cluster(**SIZES, key=KEY) as running:
+        a, b, c = start_three(running)
+        b.command("broadcast", "hello", {"n": [1, b"x".decode()]})
+        running.wait(lambda: a.find("message", kind="hello") and c.find("message", kind="hello"), "the message")
+        assert a.find("message")[0]["body"] == {"n": [1, "x"]}
+        assert not b.find("message")
+        epoch = b.find("view")[-1]["epoch"]
+        c.command("propose", "a worker died")
+        running.wait(lambda: all(p.find("view", epoch=epoch + 1) for p in (a, b, c)), "the requested epoch")
+        assert a.find("view", epoch=epoch + 1)[0]["reason"] == "a worker died"
+        running.wait(lambda: knows_progress(a, "b"), "b's progress in a's table")
+        c.command("leave", "done here")
+        running.wait(lambda: in_view(a, "ab") and in_view(b, "ab"), "a view without the one that left")
+        assert a.find("member", kind="left", name="c")[0]["reason"] == "done here"
+        a.command("declare", 3, "the end")
+        running.wait(lambda: a.find("verdict", code=3) and b.find("verdict", code=3), "the verdict")
+        running.wait(lambda: a.find("closed") and b.find("closed"), "the end of both processes")
+
+
+def test_store_blocked_get_is_answered_by_a_set_elsewhere_and_ended_by_the_next_round() -> None:
+    with cluster(**SIZES) as running:
+        a, b, c = start_three(running)
+        for index in range(8):
+            a.command("store", "get", [f"key{index}"], 20.0)
+        for index in range(8):
+            b.command("store", "set", [f"key{index}", f"value{index}"], 5.0)
+        running.wait(lambda: len(a.find("store", op="get", ok=True)) == 8, "the answers of the blocked calls")
+        assert {e["value"] for e in a.find("store", op="get")} == {f"value{index}" for index in range(8)}
+        b.command("store", "num_keys", [], 5.0)
+        running.wait(lambda: b.find("store", op="num_keys", value=8), "the number of keys over all shards")
+        c.command("store", "get", ["absent"], 0.2)
+        running.wait(lambda: c.find("store", op="get", timed_out=True), "the deadline of a call nobody answers")
+        b.command("store", "wait", [["never"]], 60.0)
+        a.signal(signal.SIGKILL)
+        running.wait(lambda: b.find("store", op="wait", ended=True), "the end of the round for who waits")
