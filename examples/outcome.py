@@ -109,7 +109,8 @@ def compare_states(result: Comparison, rank: int, left: dict[str, Any], right: d
                 f"rank {rank}: {name} is {a.dtype} {tuple(a.shape)}, not {b.dtype} {tuple(b.shape)}"
             )
         elif not torch.equal(bits(a), bits(b)):
-            result.differences.append(f"rank {rank}: {name} differs in {int((a != b).sum())} of {a.numel()} elements")
+            num_different = int((bits(a) != bits(b)).sum())
+            result.differences.append(f"rank {rank}: {name} differs in {num_different} of {a.nbytes} bytes")
 
 
 def read_positions(folder: Path, rank: int) -> tuple[list[dict[str, Any]], int]:

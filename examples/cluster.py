@@ -1,0 +1,190 @@
+"""Several nodes on one machine: a p2prun per node, started, watched, killed and cleaned up after.
+
+In: a script and its arguments, names of nodes. Out: processes, their event files, and at the end a list of whatever
+they left behind. Each node has its own address on the loopback interface. Every wait here has a deadline.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+STOP_S = 10.0  # how long agents may take to end when asked
+MARK = "EXAMPLE_RUN_FOLDER"  # in the environment of every process of a run, to find those that are left
+SETTLE_S = 5.0  # how long processes and sockets may take to vanish
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def p2prun_command() -> list[str]:
+    """The command of this interpreter's environment, whatever PATH says."""
+    installed = Path(sys.executable).with_name("p2prun")
+    return (
+        [str(installed)] if installed.exists() else [sys.executable, "-c", "from p2pstate.cli import p2prun; p2prun()"]
+    )
+
+
+class EventReader:
+    """Follows the event files of a run; `new` returns what was appended since the last call, in order of time."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._offsets: dict[Path, int] = {}
+
+    def new(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for path in sorted(self._folder.glob("events-*.jsonl")):
+            with path.open("rb") as file:
+                file.seek(self._offsets.get(path, 0))
+                whole = file.read().rpartition(b"\n")[0]  # a line that is being written comes next time
+            if whole:
+                self._offsets[path] = self._offsets.get(path, 0) + len(whole) + 1
+                found += [json.loads(line) for line in whole.splitlines()]
+        return sorted(found, key=lambda event: event["t"])
+
+
+@dataclass(slots=True)
+class Node:
+    name: str
+    port: int
+    process: subprocess.Popen[bytes]
+    killed: bool = False
+
+
+class Cluster:
+    """Use as a context manager: leaving it ends every process that was started."""
+
+    def __init__(
+        self,
+        folder: Path,
+        script: Sequence[str],
+        *,
+        num_training: int,
+        num_spares: int,
+        num_workers: int,
+        environ: Mapping[str, str],
+    ) -> None:
+        folder.mkdir(parents=True)
+        self.folder = folder
+        self.events = EventReader(folder)
+        self._environ = {**os.environ, **environ, MARK: str(folder)}
+        self._shared_memory = set(os.listdir("/dev/shm"))
+        names = [f"node{index}" for index in range(num_training + num_spares)]
+        ports = free_ports(len(names))
+        contacts = ",".join(f"127.0.0.1:{port}" for port in ports)
+        self.nodes: dict[str, Node] = {}
+        for name, port in zip(names, ports, strict=True):
+            command = [
+                *p2prun_command(),
+                *("--nnodes", str(num_training), "--nproc-per-node", str(num_workers), "--spares", str(num_spares)),
+                *("--contacts", contacts, "--bind", f"127.0.0.1:{port}", "--name", name),
+                *("--run-id", folder.name, "--run-dir", str(folder), "--quiet"),
+                *script,
+            ]
+            with (folder / f"agent-{name}.log").open("wb") as log:
+                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environ)
+            self.nodes[name] = Node(name, port, process)
+
+    def __enter__(self) -> "Cluster":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.stop()
+
+    def running(self) -> list[Node]:
+        return [node for node in self.nodes.values() if node.process.poll() is None]
+
+    def exit_codes(self) -> dict[str, int | None]:
+        """Of the nodes that were not killed from here."""
+        return {node.name: node.process.poll() for node in self.nodes.values() if not node.killed}
+
+    def kill_node(self, name: str) -> float:
+        """SIGKILL to a node's agent and everything below it, as if its power failed. Returns the time of the first."""
+        node = self.nodes[name]
+        agent = psutil.Process(node.process.pid)
+        tree = [agent, *agent.children(recursive=True)]  # read before the first dies
+        node.killed = True
+        killed_at = time.time()
+        for process in tree:
+            signal_quietly(process, signal.SIGKILL)
+        node.process.wait(SETTLE_S)
+        return killed_at
+
+    def kill_process(self, pid: int) -> float:
+        """SIGKILL to one process. Returns when. Raises ProcessLookupError if it has ended already."""
+        killed_at = time.time()
+        os.kill(pid, signal.SIGKILL)
+        return killed_at
+
+    def stop(self) -> None:
+        for sign in (signal.SIGTERM, signal.SIGKILL):
+            for node in self.running():
+                for process in (
+                    psutil.Process(node.process.pid).children(recursive=True) if sign == signal.SIGKILL else []
+                ):
+                    signal_quietly(process, sign)
+                node.process.send_signal(sign)
+            deadline = time.monotonic() + STOP_S
+            while self.running() and time.monotonic() < deadline:
+                time.sleep(0.02)
+        for process in self._processes_left():
+            signal_quietly(process, signal.SIGKILL)
+
+    def leftovers(self) -> list[str]:
+        """What is still there of this run after its agents ended and a moment to vanish. Call it before `stop`."""
+        deadline = time.monotonic() + SETTLE_S
+        while (left := self._look()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return left
+
+    def _look(self) -> list[str]:
+        left = [f"process {process.pid}" for process in self._processes_left()]
+        for node in self.nodes.values():
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", node.port)) == 0:
+                    left.append(f"a listener on 127.0.0.1:{node.port}")
+        left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self._shared_memory)]
+        return left
+
+    def _processes_left(self) -> list[psutil.Process]:
+        """Processes that were started with this run's mark in their environment."""
+        mark, found = str(self.folder), []
+        for process in psutil.process_iter():
+            try:
+                if process.pid == os.getpid() or process.status() == psutil.STATUS_ZOMBIE:
+                    continue
+                if process.environ().get(MARK) == mark:
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied):
+                continue
+        return found
+
+    def log_tails(self, num_lines: int = 15) -> str:
+        """The ends of all logs, for the person who has to find out what went wrong."""
+        parts = []
+        for path in [*sorted(self.folder.glob("agent-*.log")), *sorted(self.folder.glob("logs/*/*.log"))]:
+            lines = path.read_text(errors="replace").splitlines()[-num_lines:]
+            if lines:
+                parts.append("\n".join([f"--- {path}", *lines]))
+        return "\n".join(parts)
+
+
+def signal_quietly(process: psutil.Process, sign: signal.Signals) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process.send_signal(sign)

@@ -1,0 +1,232 @@
+"""The main job, shown: train, lose a worker, lose a node, go on, and end with the same bits as if nothing had happened.
+
+In: nothing but this checkout (and --json, --random SEED). Out: a live account of two runs of train_gpt.py on three
+nodes of one machine, one with two SIGKILLs and one without, a comparison of everything they left, a table, and the exit
+code: 0 if it was identical and nothing was left behind. With --random the kills hit random processes at random moments.
+"""
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster import Cluster
+from outcome import Comparison, compare
+from timeline import Event, Failure, Timeline
+
+HERE = Path(__file__).resolve().parent
+NUM_TRAINING, NUM_SPARES, NUM_WORKERS = 2, 1, 2
+NUM_RANKS = NUM_TRAINING * NUM_WORKERS
+POLL_S = 0.02
+SILENCE_S = 90.0  # a run without any event for so long has failed
+RUN_LIMIT_S = 300.0
+MAX_DIFFERENCES_SHOWN = 20
+
+
+class DemoFailed(Exception):
+    """A run did not come to its end; the message says what was seen."""
+
+
+@dataclass(slots=True)
+class Kill:
+    """A failure to inject. With `phase` the worker kills itself at that point of that step; else it is done here."""
+
+    kind: str  # "worker" or "node"
+    step: int  # done from here: when all ranks have committed this step
+    rank: int | None = None  # None: a random one
+    node: str | None = None  # None: a random one that trains
+    phase: str | None = None
+    delay_s: float = 0.0  # after that step
+    due: float | None = None
+    done: bool = False
+
+
+def planned_kills() -> list[Kill]:
+    """One worker in the middle of a backward pass, then the node that all others contacted first."""
+    return [Kill("worker", step=15, rank=3, phase="backward"), Kill("node", step=30, node="node0")]
+
+
+def random_kills(rng: random.Random) -> list[Kill]:
+    """A worker and a node in random order, each at a random moment of a random step."""
+    kinds = rng.sample(["worker", "node"], 2)
+    steps = [rng.randint(4, 14), rng.randint(24, 36)]
+    return [Kill(kind, step, delay_s=rng.uniform(0.0, 0.6)) for kind, step in zip(kinds, steps, strict=True)]
+
+
+class Executioner:
+    """Carries out the kills that are due, and tells what was done as "injected" events."""
+
+    def __init__(self, kills: list[Kill], cluster: Cluster, out: Path, rng: random.Random) -> None:
+        self._kills, self._cluster, self._out, self._rng = kills, cluster, out, rng
+
+    def look(self, timeline: Timeline) -> list[Event]:
+        kill = next((kill for kill in self._kills if not kill.done), None)
+        if kill is None or timeline.recovering:
+            return []
+        if kill.phase is not None:
+            return self._marked(kill, timeline)
+        if kill.due is None and timeline.step >= kill.step:
+            kill.due = time.monotonic() + kill.delay_s
+        if kill.due is None or time.monotonic() < kill.due:
+            return []
+        kill.done = True
+        if kill.kind == "node":
+            name = kill.node or self._rng.choice(sorted(set(timeline.nodes.values())))
+            victims = timeline.ranks_on(name)
+            killed_at = self._cluster.kill_node(name)
+            what = f"SIGKILL to the whole of {name}: its agent, ranks {sorted(victims)} and every other process"
+            return [injected("node", what, killed_at, victims)]
+        rank = self._rng.choice(sorted(timeline.pids))
+        killed_at = self._cluster.kill_process(timeline.pids[rank])
+        return [injected("worker", f"SIGKILL to rank {rank} on {timeline.nodes[rank]}", killed_at, {rank})]
+
+    def _marked(self, kill: Kill, timeline: Timeline) -> list[Event]:
+        """A worker that kills itself leaves a marker just before."""
+        marker = self._out / f"killed-{kill.step}-{kill.rank}-{kill.phase}"
+        text = marker.read_text() if marker.exists() else ""
+        if not text:
+            return []
+        kill.done = True
+        assert kill.rank is not None
+        where = f"in the middle of {kill.phase} of step {kill.step}"
+        what = f"SIGKILL to rank {kill.rank} on {timeline.nodes[kill.rank]} {where}"
+        return [injected("worker", what, json.loads(text)["t"], {kill.rank})]
+
+
+def injected(kind: str, what: str, t: float, victims: set[int]) -> Event:
+    return {"event": "injected", "kind": kind, "what": what, "t": t, "victims": sorted(victims)}
+
+
+def train(
+    folder: Path, out: Path, steps: int, kills: list[Kill], rng: random.Random, say: Callable[[str], None]
+) -> tuple[Timeline, list[str]]:
+    """One run to its end. Returns what happened, and what was left behind. Raises DemoFailed."""
+    script = [str(HERE / "train_gpt.py"), "--steps", str(steps), "--out", str(out)]
+    for kill in kills:
+        if kill.phase is not None:
+            script += ["--kill", f"{kill.step}:{kill.rank}:{kill.phase}"]
+    out.mkdir(parents=True)
+    spares = NUM_SPARES if kills else 0
+    environ = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    shape = {"num_training": NUM_TRAINING, "num_spares": spares, "num_workers": NUM_WORKERS}
+    timeline = Timeline(NUM_RANKS)
+    with Cluster(folder, script, **shape, environ=environ) as cluster:
+        executioner = Executioner(kills, cluster, out, rng)
+        began = heard = time.monotonic()
+        while cluster.running():
+            events = cluster.events.new()
+            # looked for after reading: a kill is never later than an event read here that it precedes
+            events = sorted([*events, *executioner.look(timeline)], key=lambda event: event["t"])
+            for line in timeline.add(events):
+                say(line)
+            now = time.monotonic()
+            heard = now if events else heard
+            if now - heard > SILENCE_S or now - began > RUN_LIMIT_S:
+                raise DemoFailed(
+                    f"nothing happened for {now - heard:.0f} s, {now - began:.0f} s in\n{cluster.log_tails()}"
+                )
+            time.sleep(POLL_S)
+        for line in timeline.add(cluster.events.new()):
+            say(line)
+        codes = cluster.exit_codes()
+        if any(codes.values()):
+            raise DemoFailed(f"nodes ended with exit codes {codes}\n{cluster.log_tails()}")
+        survived = [failure for failure in timeline.failures if failure.over]
+        if len(survived) != len(kills):
+            raise DemoFailed(f"{len(kills)} kills were planned, {len(survived)} happened and were survived")
+        return timeline, cluster.leftovers()
+
+
+def table(failures: list[Failure]) -> list[str]:
+    rows = [("failure", "source of the state", "steps lost", "seconds")]
+    for failure in failures:
+        size = f"{failure.num_bytes / 1e6:.1f} MB sent" if failure.num_bytes else "nothing sent"
+        source = f"{failure.source} ({size})"
+        rows.append((failure.what.partition(":")[0], source, str(failure.steps_lost), f"{failure.seconds:.2f}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def summary(identical: bool, failures: list[Failure], differences: list[str], leftovers: list[str]) -> dict[str, Any]:
+    return {
+        "identical": identical,
+        "failures": [
+            {
+                "kind": failure.kind,
+                "source": failure.source,
+                "bytes": failure.num_bytes,
+                "steps_lost": failure.steps_lost,
+                "seconds": failure.seconds,
+                "phases": failure.phases,
+            }
+            for failure in failures
+        ],
+        "differences": differences,
+        "leftovers": leftovers,
+    }
+
+
+def report(compared: Comparison, say: Callable[[str], None]) -> None:
+    size = f"{compared.num_bytes / 1e6:.1f} MB"
+    say(f"compared {compared.num_tensors} tensors of {NUM_RANKS} ranks ({size}: parameters, optimizer, random states),")
+    say(
+        f"  every scalar of optimizer, schedule and loader, the positions of {compared.num_batches} batches, every loss"
+    )
+    for difference in compared.differences[:MAX_DIFFERENCES_SHOWN]:
+        say(f"  differs: {difference}")
+    if len(compared.differences) > MAX_DIFFERENCES_SHOWN:
+        say(f"  and {len(compared.differences) - MAX_DIFFERENCES_SHOWN} more")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--json", action="store_true", help="end with one JSON object")
+    parser.add_argument("--random", type=int, metavar="SEED", help="kill random processes at random moments")
+    parser.add_argument("--steps", type=int, default=45)
+    parser.add_argument("--keep", action="store_true", help="do not delete the run's folder at the end")
+    args = parser.parse_args()
+
+    def say(line: str) -> None:
+        print(line, flush=True)
+
+    rng = random.Random(args.random)
+    kills = planned_kills() if args.random is None else random_kills(rng)
+    folder = Path(tempfile.mkdtemp(prefix="p2pstate-demo-"))
+    failures: list[Failure] = []
+    compared, leftovers = Comparison(), ["a run that did not end"]
+    try:
+        say(f"{NUM_TRAINING} nodes of {NUM_WORKERS} workers train a GPT for {args.steps} steps, one node is spare")
+        faulted, left = train(folder / "faulted", folder / "faulted-out", args.steps, kills, rng, say)
+        failures = faulted.failures
+        say("\nthe same training, undisturbed")
+        _, also_left = train(folder / "undisturbed", folder / "undisturbed-out", args.steps, [], rng, say)
+        leftovers = left + also_left
+        say("")
+        compared = compare(folder / "faulted-out", folder / "undisturbed-out", NUM_RANKS)
+        report(compared, say)
+    except DemoFailed as error:
+        compared.differences.append(str(error))
+        say(f"failed: {error}")
+    finally:
+        if args.keep:
+            say(f"kept: {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+    say(f"left behind (processes, listening ports, shared memory): {', '.join(leftovers) or 'nothing'}\n")
+    for line in table(failures):
+        say(line)
+    say(f"identical: {'yes' if compared.identical else 'no'}")
+    if args.json:
+        say(json.dumps(summary(compared.identical, failures, compared.differences, leftovers)))
+    return 0 if compared.identical and not leftovers else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
