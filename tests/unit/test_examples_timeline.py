@@ -7,8 +7,8 @@ import pytest
 from timeline import Timeline
 
 
-def event(t: float, kind: str, node: str = "node1", **fields: Any) -> dict[str, Any]:
-    return {"t": t, "node": node, "event": kind, **fields}
+def event(t: float, name: str, /, node: str = "node1", **fields: Any) -> dict[str, Any]:
+    return {"t": t, "node": node, "event": name, **fields}
 
 
 def step(t: float, rank: int, number: int) -> dict[str, Any]:
