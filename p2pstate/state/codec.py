@@ -370,7 +370,8 @@ def _read_scalar(content: Any) -> Any:
 def _numpy_dtype(text: Any) -> np.dtype[Any]:
     if not _NUMPY_DTYPE.fullmatch(_expect(text, str)):
         raise ValueError(f"numpy type {text!r} is not allowed")
-    return np.dtype(text)
+    dtype: np.dtype[Any] = np.dtype(text)
+    return dtype
 
 
 def _read_np_text(content: Any) -> Any:

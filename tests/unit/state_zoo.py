@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -48,3 +49,28 @@ def assert_same(one: Image, other: Image) -> None:
     different = [name for name, tensor in one.tensors.items() if bits(tensor) != bits(there[name])]
     assert not different, different
     assert one.values == other.values
+
+
+class Codes(torch.Tensor):
+    """Says it is bfloat16; holds int8 codes and a scale. Traceable."""
+
+    @staticmethod
+    def __new__(cls, codes: torch.Tensor, scale: torch.Tensor) -> Codes:
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.bfloat16)
+
+    def __init__(self, codes: torch.Tensor, scale: torch.Tensor) -> None:
+        self.codes = codes
+        self.scale = scale
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["codes", "scale"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], meta: Any, size: Any, stride: Any) -> Codes:
+        return Codes(inner["codes"], inner["scale"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return Codes(args[0].codes, args[0].scale)
+        raise NotImplementedError(f"{func}")

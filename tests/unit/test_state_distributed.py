@@ -1,0 +1,263 @@
+"""Scopes under DistributedDataParallel, shards under FSDP2: in one process, over a store in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from state_zoo import assert_same, bits, image_of, restore
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from p2pstate.state import LeafError, Scope, TrainingState
+
+
+@pytest.fixture
+def gloo() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(params=[0, 3])
+def fake(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Rank 0 or 3 of four, whose collectives do nothing."""
+    dist.init_process_group("fake", store=FakeStore(), rank=request.param, world_size=4)
+    yield request.param
+    dist.destroy_process_group()
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+
+
+def scopes(*models: nn.Module, optimizers: Any = (), **objects: Any) -> dict[str, Scope]:
+    state = TrainingState(models, optimizers, objects, rng=False)
+    return {leaf.name: leaf.scope for leaf in state.collect().leaves}
+
+
+def replicated(found: dict[str, Scope]) -> set[str]:
+    return {name for name, scope in found.items() if scope is Scope.REPLICATED}
+
+
+PARAMETERS = {"model/0.weight", "model/0.bias", "model/1.weight", "model/1.bias", "model/2.weight", "model/2.bias"}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 1) -> None:
+    for index in range(count):
+        model(torch.full((4, 3), 0.3 * index).addcmul(torch.eye(4, 3), torch.eye(4, 3))).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("gloo")
+def test_scope_under_data_parallel_is_replicated_for_parameters_and_their_state_only() -> None:
+    model = DistributedDataParallel(net())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+    train(model, optimizer)
+    found = scopes(model, optimizers=[optimizer])
+    wanted = set(PARAMETERS)
+    for parameter in PARAMETERS:
+        wanted |= {f"optimizer/{parameter}/{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
+    assert replicated(found) == wanted
+    assert found["model/1.running_mean"] is Scope.RANK
+    assert found["model/1.num_batches_tracked"] is Scope.RANK
+    assert found["optimizer/:groups/0/lr"] is Scope.RANK
+
+
+@pytest.mark.usefixtures("gloo")
+def test_scope_of_frozen_parameters_under_data_parallel_is_replicated() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    assert replicated(scopes(DistributedDataParallel(model))) == PARAMETERS
+
+
+@pytest.mark.usefixtures("gloo")
+def test_scope_of_a_wholly_frozen_copy_is_this_rank_only() -> None:
+    model = DistributedDataParallel(net())
+    assert replicated(scopes(model.requires_grad_(False))) == set()
+
+
+@pytest.mark.usefixtures("gloo")
+def test_scope_of_an_object_is_this_rank_only() -> None:
+    model = DistributedDataParallel(net())
+    assert replicated(scopes(ema=model)) == set()
+
+
+@pytest.mark.usefixtures("gloo")
+def test_scope_of_ignored_parameters_is_this_rank_only() -> None:
+    model = net()
+    model[2] = checkpoint_wrapper(model[2])
+    ignored = ["0.weight", "2._checkpoint_wrapped_module.bias"]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
+    assert replicated(scopes(DistributedDataParallel(model))) == PARAMETERS - {"model/0.weight", "model/2.bias"}
+
+
+@pytest.mark.usefixtures("gloo")
+def test_scope_outside_of_an_inner_data_parallel_is_this_rank_only() -> None:
+    model = nn.ModuleDict({"tower": DistributedDataParallel(nn.Linear(2, 2)), "head": nn.Linear(2, 1)})
+    assert replicated(scopes(model)) == {"model/tower.weight", "model/tower.bias"}
+
+
+def test_scope_under_data_parallel_of_some_ranks_is_this_rank_only(fake: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    model = DistributedDataParallel(nn.Linear(2, 2), process_group=pairs[fake // 2])
+    assert replicated(scopes(model)) == set()
+    assert replicated(scopes(DistributedDataParallel(nn.Linear(2, 2)))) == {"model/weight", "model/bias"}
+
+
+@pytest.mark.usefixtures("gloo")
+def test_names_under_data_parallel_and_compile_are_those_of_the_model() -> None:
+    plain = set(scopes(net()))
+    assert set(scopes(DistributedDataParallel(net()))) == plain
+    assert set(scopes(DistributedDataParallel(torch.compile(net(), backend="eager")))) == plain
+    assert set(scopes(torch.compile(DistributedDataParallel(net()), backend="eager"))) == plain
+
+
+def sharded(**kwargs: Any) -> tuple[nn.Sequential, torch.optim.Optimizer, TrainingState]:
+    model = net()
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model, **kwargs)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, optimizer, TrainingState([model], [optimizer], {}, rng=False)
+
+
+@pytest.mark.usefixtures("gloo")
+@pytest.mark.parametrize("num_steps_before", [0, 2])
+def test_restore_under_fsdp2_continues_like_its_twin(num_steps_before: int) -> None:
+    model, optimizer, state = sharded()
+    train(model, optimizer, 3)
+    image = image_of(state)
+    train(model, optimizer, 2)
+    end = image_of(state)
+    model, optimizer, state = sharded()
+    train(model, optimizer, num_steps_before)
+    restore(state, image)
+    assert_same(image_of(state), image)
+    moment = optimizer.state[model[0].weight]["exp_avg"]
+    assert isinstance(moment, DTensor)
+    assert (moment.placements, moment.device_mesh) == (model[0].weight.placements, model[0].weight.device_mesh)
+    assert type(optimizer.state[model[0].weight]["step"]) is torch.Tensor
+    train(model, optimizer, 2)
+    assert_same(image_of(state), end)
+
+
+@pytest.mark.usefixtures("gloo")
+def test_fsdp2_leaves_are_live_shards_of_this_rank_only() -> None:
+    model, optimizer, state = sharded()
+    train(model, optimizer)
+    leaves = {leaf.name: leaf for leaf in state.collect().leaves}
+    assert leaves["model/0.weight"].tensor.data_ptr() == model[0].weight._local_tensor.data_ptr()
+    assert {leaf.scope for leaf in leaves.values()} == {Scope.RANK}
+    assert all(type(leaf.tensor) is torch.Tensor for leaf in leaves.values())
+
+
+@pytest.mark.usefixtures("gloo")
+def test_fsdp2_parameters_that_are_gathered_now_are_captured_as_shards() -> None:
+    model = net()
+    fully_shard(model, reshard_after_forward=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainingState([model], [optimizer], {}, rng=False)
+    before = image_of(state)
+    with torch.no_grad():
+        model.eval()(torch.ones(2, 3))  # evaluation leaves them gathered
+    assert type(model[0].weight) is nn.Parameter
+    assert_same(image_of(state), before)
+    assert type(model[0].weight) is nn.Parameter  # looking changed nothing
+
+
+@pytest.mark.usefixtures("gloo")
+def test_restore_while_fsdp2_parameters_are_gathered_reaches_the_next_forward() -> None:
+    model = net().eval()
+    fully_shard(model, reshard_after_forward=False)
+    state = TrainingState([model], [], {}, rng=False)
+    x = torch.ones(2, 3)
+    with torch.no_grad():
+        wanted = model(x)
+    image = image_of(state)
+    model.reshard()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1)
+        assert not torch.equal(model(x), wanted)
+    assert type(model[0].weight) is nn.Parameter
+    restore(state, image)
+    with torch.no_grad():
+        assert torch.equal(model(x), wanted)
+
+
+def test_fsdp2_uneven_and_empty_shards_round_trip(fake: int) -> None:
+    def make() -> tuple[FSDPModule, torch.optim.Optimizer, TrainingState]:
+        torch.manual_seed(1)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))  # 6 rows over 4 ranks: 2, 2, 2, 0
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return model, optimizer, TrainingState([model], [optimizer], {}, rng=False)
+
+    model, optimizer, state = make()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    image = image_of(state)
+    tensors = image.tensors
+    rows = 2 if fake == 0 else 0
+    assert tensors["model/0.weight"].shape == (rows, 4)
+    assert tensors["optimizer/model/0.weight/exp_avg"].shape == (rows, 4)
+    assert tensors["model/1.weight"].shape == (1 if fake == 0 else 0, 6)
+    model, optimizer, state = make()
+    restore(state, image)
+    assert_same(image_of(state), image)
+    moment = optimizer.state[model[0].weight]["exp_avg"]
+    assert (moment.shape, moment.to_local().shape) == ((6, 4), (rows, 4))
+
+
+def test_restore_of_a_shard_of_another_size_names_it(fake: int) -> None:
+    def make(rows: int) -> TrainingState:
+        model = nn.Linear(2, rows, bias=False)
+        fully_shard(model)
+        return TrainingState([model], [], {}, rng=False)
+
+    with pytest.raises(LeafError, match="here and") as caught:
+        restore(make(12 if fake == 0 else 16), image_of(make(4)))
+    assert caught.value.name == "model/weight"
+
+
+def test_tensor_parallel_parameters_under_data_parallel_are_this_rank_only(fake: int) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    model = nn.Linear(4, 8, bias=False)
+    full = torch.arange(32.0).reshape(8, 4)
+    model.weight = nn.Parameter(distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None))
+    state = TrainingState([model], [], {}, rng=False)
+    [leaf] = state.collect().leaves
+    assert leaf.scope is Scope.RANK
+    assert bits(leaf.tensor) == bits(full[2 * fake : 2 * fake + 2])
+
+
+@pytest.mark.usefixtures("gloo")
+def test_capture_of_a_zero_redundancy_optimizer_is_refused() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
+    with pytest.raises(LeafError, match="ZeroRedundancyOptimizer"):
+        TrainingState([model], [optimizer], {}, rng=False)
+
+
+@pytest.mark.usefixtures("gloo")
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_capture_of_fsdp1_is_refused() -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
+    with pytest.raises(LeafError, match="FSDP1"):
+        TrainingState([nn.Sequential(model)], [], {}, rng=False)

@@ -1,0 +1,399 @@
+"""Optimizer state comes back entry by entry with its exact types, and neither side is stepped or cast for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from state_zoo import Codes, assert_same, bits, image_of, restore
+from torch import nn
+
+from p2pstate.state import LeafError, TrainingState
+
+
+def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 1) -> None:
+    dtype = next(model.parameters()).dtype
+    for index in range(count):
+
+        def loss(index: int = index) -> torch.Tensor:
+            optimizer.zero_grad()
+            value = model(torch.full((2, 3), 0.1 * (index + 1), dtype=dtype)).square().sum()
+            value.backward()
+            return value
+
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(loss)
+        else:
+            loss()
+            optimizer.step()
+
+
+def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> TrainingState:
+    return TrainingState([model], optimizers, {}, rng=False)
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
+    "adamw loop": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
+    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    "adamw tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
+    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, history_size=3),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+@pytest.mark.parametrize("num_steps_lost", [0, 2])
+def test_restore_of_an_optimizer_continues_like_its_twin(make: Any, num_steps_lost: int) -> None:
+    model = net()
+    optimizer = make(model.parameters())
+    state = state_of(model, optimizer)
+    step(model, optimizer, 3)
+    image = image_of(state)
+    step(model, optimizer, 3)
+    end = image_of(state)
+
+    model = net()
+    optimizer = make(model.parameters())
+    step(model, optimizer, num_steps_lost)
+    state = state_of(model, optimizer)
+    restore(state, image)
+    assert_same(image_of(state), image)
+    step(model, optimizer, 3)
+    assert_same(image_of(state), end)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_restore_before_the_first_step_removes_all_state(make: Any) -> None:
+    model = net()
+    optimizer = make(model.parameters())
+    fresh = {key for key, value in optimizer.state.items() if value}  # Adagrad makes its state at once
+    state = state_of(model, optimizer)
+    image = image_of(state)
+    step(model, optimizer, 2)
+    restore(state, image)
+    assert {key for key, value in optimizer.state.items() if value} == fresh
+    assert_same(image_of(state), image)
+
+
+def test_collect_after_backward_before_any_step_has_no_state_and_makes_none() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = state_of(model, optimizer)
+    model(torch.ones(1, 3)).sum().backward()
+    assert not [name for name in image_of(state).tensors if name.startswith("optimizer/")]
+    assert len(optimizer.state) == 0
+
+
+def test_collect_of_an_empty_entry_differs_from_no_entry() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = state_of(model, optimizer)
+    none = image_of(state)
+    optimizer.state[model[0].weight] = {}
+    empty = image_of(state)
+    assert empty.values != none.values
+    optimizer.state.clear()
+    restore(state, empty)
+    assert dict(optimizer.state) == {model[0].weight: {}}
+    restore(state, none)
+    assert len(optimizer.state) == 0
+
+
+def test_restore_of_partly_stepped_and_frozen_parameters_keeps_exactly_their_entries() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = state_of(model, optimizer)
+    model[0].bias.requires_grad_(False)
+    step(model, optimizer)
+    model[2].weight.requires_grad_(False)  # trained, then frozen: keeps its state
+    model[2].weight.grad = None
+    step(model, optimizer)
+    image = image_of(state)
+    holders = {"model/0.weight", "model/2.weight", "model/2.bias"}
+    assert {name.split("/exp_avg")[0] for name in image.tensors if name.endswith("exp_avg")} == {
+        f"optimizer/{name}" for name in holders
+    }
+    model[0].bias.requires_grad_(True)
+    step(model, optimizer)
+    restore(state, image)
+    assert set(optimizer.state) == {model[0].weight, model[2].weight, model[2].bias}
+    assert_same(image_of(state), image)
+
+
+def zoo_entry() -> dict[Any, Any]:
+    return {
+        "step": torch.tensor(7.0),
+        "exp_avg": torch.randn(4, 3, dtype=torch.float32),
+        "codes": torch.randint(-128, 127, (5,), dtype=torch.int8),
+        "stream": torch.randint(0, 255, (16,), dtype=torch.uint8),
+        "fp8": torch.randn(3).to(torch.float8_e4m3fn),
+        "empty": torch.empty(0, 5),
+        "transposed": torch.arange(6.0).reshape(2, 3).t(),
+        "name": "adam",
+        "none": None,
+        "flag": True,
+        "count": 3,
+        "mix": [1, "a", torch.ones(2), (None, torch.zeros(1, dtype=torch.bool))],
+        "nested": {0: torch.full((2,), 2.0), "0": torch.full((2,), 3.0), 5: {"x": 1.5}},
+        (1, 2): torch.tensor([4]),
+    }
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        alike = (type(one), one.dtype, one.shape) == (type(other), other.dtype, other.shape)
+        return alike and bits(one) == bits(other)
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other)
+
+
+@pytest.mark.parametrize("present", ["nothing", "the same entry", "another entry"])
+def test_restore_of_odd_state_keeps_types_dtypes_and_bits(present: str) -> None:
+    torch.manual_seed(5)
+    model = net(torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.state[model[0].weight] = zoo_entry()
+    optimizer.state["all"] = {"total": torch.tensor([1, 2]), "epoch": 4}  # type: ignore[index]
+    wanted, wanted_all = zoo_entry(), {"total": torch.tensor([1, 2]), "epoch": 4}
+    for key, value in optimizer.state[model[0].weight].items():
+        wanted[key] = value
+    state = state_of(model, optimizer)
+    image = image_of(state)
+    if present == "nothing":
+        optimizer.state.clear()
+    elif present == "another entry":
+        odd = {"step": torch.tensor(7), "exp_avg": 3.0, "codes": torch.zeros(6, dtype=torch.int8), "mix": [], "more": 1}
+        optimizer.state[model[0].weight] = odd
+        optimizer.state[model[0].bias] = {"step": 1}
+    restore(state, image)
+    assert same(optimizer.state[model[0].weight], wanted)
+    assert same(optimizer.state["all"], wanted_all)  # type: ignore[index]
+    assert set(optimizer.state) == {model[0].weight, "all"}
+    assert_same(image_of(state), image)
+
+
+def test_restore_in_place_keeps_the_memory_of_matching_tensors() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+    state = state_of(model, optimizer)
+    step(model, optimizer, 2)
+    image = image_of(state)
+    tensors = [*model.parameters(), *(t for entry in optimizer.state.values() for t in entry.values())]
+    tensors.append(optimizer.param_groups[0]["lr"])
+    places = [tensor.data_ptr() for tensor in tensors]
+    step(model, optimizer, 2)
+    restore(state, image)
+    after = [*model.parameters(), *(t for entry in optimizer.state.values() for t in entry.values())]
+    after.append(optimizer.param_groups[0]["lr"])
+    assert all(one is other for one, other in zip(tensors, after, strict=True))
+    assert [tensor.data_ptr() for tensor in after] == places
+
+
+def test_restored_tensors_never_point_into_the_region() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = state_of(model, optimizer)
+    step(model, optimizer, 2)
+    image = image_of(state)
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    state = state_of(model, optimizer)
+    restore(state, image)
+    before = image_of(state)
+    image.region.fill_(0x55)
+    assert_same(image_of(state), before)
+
+
+def test_restored_state_has_the_strides_of_its_parameter() -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        model = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+    model, optimizer = make()
+    model(torch.ones(1, 3, 4, 4)).sum().backward()
+    optimizer.step()
+    strides = optimizer.state[model.weight]["exp_avg"].stride()
+    assert strides == model.weight.stride() != torch.empty(4, 3, 3, 3).stride()
+    image = image_of(state_of(model, optimizer))
+    model, optimizer = make()
+    restore(state_of(model, optimizer), image)
+    assert optimizer.state[model.weight]["exp_avg"].stride() == strides
+
+
+def groups_of(model: nn.Sequential) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [model[0].weight], "lr": torch.tensor(0.1), "betas": (0.8, 0.9), "tag": "first"},
+        {"params": [], "lr": 0.5},
+        {"params": [model[0].bias, model[2].bias], "weight_decay": 0, "extra": {"a": [1, None]}},
+    ]
+    return torch.optim.AdamW(groups, lr=0.01, foreach=False)
+
+
+def test_restore_of_groups_keeps_keys_order_types_and_tensors() -> None:
+    model = net()
+    optimizer = groups_of(model)
+    optimizer.param_groups[2]["initial_lr"] = 0.02
+    state = state_of(model, optimizer)
+    wanted = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    wanted[0]["lr"] = wanted[0]["lr"].clone()
+    image = image_of(state)
+    assert "optimizer/:groups/0/lr" in image.tensors
+    live = optimizer.param_groups[0]["lr"]
+    live.fill_(9)
+    optimizer.param_groups[0].update(betas=[0.1, 0.2], tag="other", more=1)
+    optimizer.param_groups[1]["lr"] = torch.tensor(3.0)
+    del optimizer.param_groups[2]["initial_lr"], optimizer.param_groups[2]["extra"]
+    restore(state, image)
+    now = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+    assert same(now, wanted)
+    assert optimizer.param_groups[0]["lr"] is live
+    assert optimizer.param_groups[0]["params"] == [model[0].weight]
+    assert type(optimizer.param_groups[1]["lr"]) is float
+
+
+def test_restore_into_fewer_groups_names_the_missing_one_and_writes_nothing() -> None:
+    model = net()
+    optimizer = groups_of(model)
+    optimizer.add_param_group({"params": [model[2].weight], "lr": 1.0})
+    image = image_of(state_of(model, optimizer))
+    model = net()
+    optimizer = groups_of(model)
+    state = state_of(model, optimizer)
+    with torch.no_grad():
+        model[0].weight.fill_(5)
+    before = image_of(state)
+    with pytest.raises(LeafError, match=r"model/2.weight") as caught:
+        restore(state, image)
+    assert caught.value.name == "optimizer group 3"
+    assert_same(image_of(state), before)
+
+
+def test_restore_with_parameters_in_another_order_names_the_group() -> None:
+    model = net()
+    image = image_of(state_of(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    turned = state_of(model, torch.optim.SGD(list(model.parameters())[::-1], lr=0.1))
+    with pytest.raises(LeafError) as caught:
+        restore(turned, image)
+    assert caught.value.name == "optimizer group 0"
+
+
+def test_restore_into_an_optimizer_with_named_parameters_ignores_their_names() -> None:
+    model = net()
+    image = image_of(state_of(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+    optimizer = torch.optim.SGD(model.named_parameters(prefix="module"), lr=0.7)
+    restore(state_of(model, optimizer), image)
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert optimizer.param_groups[0]["param_names"][0] == "module.0.weight"
+
+
+def test_capture_of_a_parameter_in_no_model_is_refused() -> None:
+    model = net()
+    stray = nn.Parameter(torch.zeros(3))
+    with pytest.raises(LeafError, match=r"shape \[3\] that is in none of the given models") as caught:
+        state_of(model, torch.optim.SGD([model[0].weight, stray], lr=0.1))
+    assert caught.value.name == "optimizer group 0"
+
+
+def test_capture_of_state_with_an_odd_key_is_refused() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[7] = {}  # type: ignore[index]
+    with pytest.raises(LeafError, match="key 7"):
+        state_of(model, optimizer)
+
+
+def test_several_optimizers_keep_their_state_apart() -> None:
+    model = net()
+    first = torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.9)
+    second = torch.optim.AdamW(model[2].parameters(), lr=0.2)
+    state = state_of(model, first, second)
+    step(model, first)
+    second.step()
+    image = image_of(state)
+    assert "optimizer0/model/0.weight/momentum_buffer" in image.tensors
+    assert "optimizer1/model/2.bias/exp_avg" in image.tensors
+    second.state.clear()
+    first.param_groups[0]["lr"] = 5.0
+    restore(state, image)
+    assert_same(image_of(state), image)
+
+
+def test_collect_after_state_was_replaced_or_moved_sees_the_new_tensors() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = state_of(model, optimizer)
+    step(model, optimizer)
+    state.collect()
+    entry = optimizer.state[model[0].weight]
+    entry["exp_avg"] = torch.full((4, 3), 2.0)
+    entry["exp_avg_sq"].data = torch.full((4, 3), 3.0)
+    entry["more"] = torch.ones(1)
+    optimizer.state[model[2].bias].pop("step")
+    tensors = image_of(state).tensors
+    assert tensors["optimizer/model/0.weight/exp_avg"].unique().tolist() == [2]
+    assert tensors["optimizer/model/0.weight/exp_avg_sq"].unique().tolist() == [3]
+    assert tensors["optimizer/model/0.weight/more"].tolist() == [1]
+    assert "optimizer/model/2.bias/step" not in tensors
+
+
+def test_capture_and_restore_fire_no_hook_and_take_no_step() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    fired: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: fired.append("step pre"))
+    optimizer.register_step_post_hook(lambda *_: fired.append("step post"))
+    optimizer.register_state_dict_pre_hook(lambda *_: fired.append("state_dict pre"))
+    optimizer.register_state_dict_post_hook(lambda *_: fired.append("state_dict post"))
+    optimizer.register_load_state_dict_pre_hook(lambda *_: fired.append("load pre"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: fired.append("load post"))
+    model._register_state_dict_hook(lambda *_: fired.append("module state_dict"))
+    model.register_forward_hook(lambda *_: fired.append("forward"))
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: fired.append("grad"))
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    state = state_of(model, optimizer)
+    image = image_of(state)
+    restore(state, image)
+    assert fired == []
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), gradients, strict=True))
+    assert all(parameter.requires_grad and parameter.is_leaf for parameter in model.parameters())
+
+
+def test_restore_of_a_subclass_state_without_a_live_one_is_refused() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    codes = Codes(torch.ones(2, dtype=torch.int8), torch.ones(1))
+    optimizer.state[model[0].weight] = {"moment": codes}
+    state = state_of(model, optimizer)
+    image = image_of(state)
+    codes.codes.zero_()
+    restore(state, image)
+    assert codes.codes.tolist() == [1, 1]
+    optimizer.state.clear()
+    with pytest.raises(LeafError, match="Codes") as caught:
+        restore(state, image)
+    assert caught.value.name == "optimizer/model/0.weight/moment"
