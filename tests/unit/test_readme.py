@@ -1,0 +1,50 @@
+"""The README's first screen must be true: its diff is code over names that exist, its command is one p2prun takes."""
+
+import ast
+import inspect
+import re
+import shlex
+from pathlib import Path
+
+import p2pstate
+from p2pstate.cli import _parser
+
+README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+
+
+def sides_of_the_diff() -> tuple[str, str]:
+    found = re.search(r"```diff\n(.*?)```", README, re.DOTALL)
+    assert found is not None
+    lines = found.group(1).splitlines()
+    return tuple("\n".join(line[1:] for line in lines if line[:1] in (" ", "", sign)) for sign in "-+")  # type: ignore[return-value]
+
+
+def test_readme_diff_is_python_on_both_sides() -> None:
+    before, after = map(ast.parse, sides_of_the_diff())
+    assert "p2pstate" not in ast.unparse(before)
+    assert "p2pstate" in ast.unparse(after)
+
+
+def test_readme_diff_uses_only_what_exists() -> None:
+    after = ast.parse(sides_of_the_diff()[1])
+    calls = {ast.unparse(node.func): node for node in ast.walk(after) if isinstance(node, ast.Call)}
+    for name, owner in (
+        ("p2pstate.init_process_group", p2pstate.init_process_group),
+        ("p2pstate.Replicator", p2pstate.Replicator.__init__),
+        ("state.run", p2pstate.Replicator.run),
+    ):
+        parameters = inspect.signature(owner).parameters
+        assert {keyword.arg for keyword in calls[name].keywords} <= set(parameters), name
+
+
+def test_readme_diff_is_ten_lines_of_additions_at_most() -> None:
+    assert len(re.findall(r"^\+", README, re.MULTILINE)) <= 10
+
+
+def test_readme_command_is_one_that_p2prun_takes() -> None:
+    found = re.search(r"^ +(p2prun (?:.*\\\n)*.*)", README, re.MULTILINE)
+    assert found is not None
+    command, *arguments = shlex.split(found.group(1).replace("\\\n", " "))
+    options = _parser().parse_args(arguments)
+    assert (command, options.script, options.nnodes, options.spares) == ("p2prun", "train.py", "2", 1)
+    assert options.bind in options.contacts.split(",")
