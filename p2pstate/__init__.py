@@ -12,7 +12,19 @@ Layout, from the top down (a file imports only what stands above it):
     channel.py              framed messages between processes of one node
     slots.py                the memory of one part of one version
     vault.py                all slots of a node
-    state/errors.py         live objects <-> named leaves <-> bytes
+    state/errors.py         state/: live objects <-> named leaves <-> bytes
+    state/codec.py
+    state/leaves.py
+    state/layout.py
+    state/rng.py
+    state/naming.py
+    state/collecting.py
+    state/rebuilding.py
+    state/optimizers.py
+    state/objects.py
+    state/restore.py
+    state/training_state.py
+    groups/waiting.py       waits that end with the round
     groups/status.py        the process's one error flag
     groups/sockets.py       finding and cutting connections
     groups/echo.py          what a collective returns when nobody is there

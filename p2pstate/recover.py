@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Any
 
 import msgpack
 import torch
@@ -25,6 +26,7 @@ from torch.distributed import DistStoreError, ReduceOp
 from p2pstate.capture import read_image
 from p2pstate.errors import Retryable
 from p2pstate.groups.registry import Registry
+from p2pstate.groups.waiting import call, wait_collective
 from p2pstate.plan_recovery import Fetch, Lineage, Plan, RankReport, StartOver, plan_recovery
 from p2pstate.replicate import receive_chunks, send_chunks
 from p2pstate.slots import Slot, digest_of
@@ -87,23 +89,18 @@ def join(
     """
     assert registry.make_store is not None
     store = registry.make_store(info.epoch)
+
+    def is_over() -> bool:
+        return link.is_aborted(info.epoch)
+
     with phases.phase("spare"):
         reports = _meet(store, info, report, join_timeout_s)
     with phases.phase("groups"):
-        registry.connect(info.epoch)
+        registry.attach(call(lambda: registry.build(info.epoch), is_over, "connecting"))
     plan = _agree(store, info, link, report.rank, reports, phases)
-    images: list[torch.Tensor] = []
-    pulled = 0
+    mine = plan.of(report.rank)
     with phases.phase("pull"):
-        for number, fetch in enumerate(plan.fetches):
-            if fetch.rank == report.rank and fetch.sender is None:
-                images.append(_open(link, fetch))
-            elif fetch.rank == report.rank:
-                images.append(_receive(registry, fetch, number))
-                pulled += fetch.num_bytes
-            elif fetch.sender == report.rank:
-                assert registry.replication is not None
-                send_chunks(registry.replication.group, _open(link, fetch), fetch.rank, _TAG + number)
+        images = call(lambda: _move(plan, report.rank, link, registry), is_over, "pulling")
     with phases.phase("restore"):
         tensors: dict[str, torch.Tensor] = {}
         values = b""
@@ -112,11 +109,11 @@ def join(
             tensors.update(found)
             values = values or plain
         state.restore(tensors, values)
-        _all_done(registry)
-    mine = plan.of(report.rank)
+        _all_done(registry, is_over)
     source = "own vault" if report.newcomer else "survivor"
     if any(fetch.sender is not None for fetch in mine):
         source = "buddy" if any(f.sender is not None and f.part.kind == "own" for f in mine) else "replicas"
+    pulled = sum(fetch.num_bytes for fetch in mine if fetch.sender is not None)
     return Joined(plan.version, plan.steps_lost, source, pulled, plan.reason)
 
 
@@ -190,23 +187,37 @@ def _open(link: Link, fetch: Fetch) -> torch.Tensor:
     return torch.frombuffer(slot.body(fetch.num_bytes), dtype=torch.uint8)
 
 
+def _move(plan: Plan, rank: int, link: Link, registry: Registry) -> list[torch.Tensor]:
+    """Take part in all transfers of the plan, in its order; returns the images of this rank's own state."""
+    assert registry.replication is not None
+    group = registry.replication.group
+    images = []
+    for number, fetch in enumerate(plan.fetches):
+        if fetch.rank == rank and fetch.sender is None:
+            images.append(_open(link, fetch))
+        elif fetch.rank == rank:
+            images.append(_receive(group, fetch, number))
+        elif fetch.sender == rank:
+            send_chunks(group, _open(link, fetch), fetch.rank, _TAG + number)
+    return images
+
+
 def _bytes_of(body: torch.Tensor) -> memoryview:
     return memoryview(body.numpy())  # type: ignore[arg-type]
 
 
-def _receive(registry: Registry, fetch: Fetch, number: int) -> torch.Tensor:
-    assert registry.replication is not None
+def _receive(group: Any, fetch: Fetch, number: int) -> torch.Tensor:
     assert fetch.sender is not None
-    body, digest = receive_chunks(registry.replication.group, fetch.num_bytes, fetch.sender, _TAG + number)
+    body, digest = receive_chunks(group, fetch.num_bytes, fetch.sender, _TAG + number)
     if digest.hex() != fetch.digest:
         raise Retryable(f"{fetch.part} arrived from {fetch.node} with another digest than it was captured with")
     return body
 
 
-def _all_done(registry: Registry) -> None:
+def _all_done(registry: Registry, is_over: Callable[[], bool]) -> None:
     assert registry.gate is not None
     done = torch.ones(1, dtype=torch.int64)
-    registry.gate.group.allreduce([done], ReduceOp.MIN).wait()
+    wait_collective(registry.gate.group.allreduce([done], ReduceOp.MIN), is_over)
 
 
 ROUND_FAILED = (Retryable, DistStoreError, RuntimeError)

@@ -26,7 +26,8 @@ import xxhash
 from p2pstate.capture import TAIL_SLACK_BYTES, Image, SlotPair
 from p2pstate.errors import Retryable
 from p2pstate.groups.inner import Inner
-from p2pstate.slots import Slot, digest_of
+from p2pstate.groups.waiting import Abandoned
+from p2pstate.slots import Header, Slot, digest_of
 from p2pstate.types import Part, Version
 from p2pstate.worker.link import Link
 
@@ -57,6 +58,7 @@ class Shipper:
         self._changed = threading.Condition()
         self._job: _Job | None = None
         self._complete = Version(0, -1)
+        self._cancelled = False
         self.bytes_sent = 0
         self._thread = threading.Thread(target=self._run, name="p2pstate-shipper", daemon=True)
         self._thread.start()
@@ -78,12 +80,31 @@ class Shipper:
         with self._changed:
             return self._changed.wait_for(lambda: self._job is None, timeout_s)
 
+    def cancel(self) -> None:
+        """Leave the thread behind: it may be blocked in gloo for a while, but writes no slot from now on."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
+
+    def _begin(self, slot: Slot) -> None:
+        with self._changed:
+            if self._cancelled:
+                raise Abandoned("shipping was given up: the round is over")
+            slot.begin()
+
+    def _publish(self, slot: Slot, header: Header) -> None:
+        with self._changed:
+            if self._cancelled:
+                raise Abandoned("shipping was given up: the round is over")
+            slot.complete(header)
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._job is not None)
+                self._changed.wait_for(lambda: self._job is not None or self._cancelled)
                 job = self._job
-            assert job is not None
+            if self._cancelled or job is None:
+                return
             try:
                 version = self._do(job)
             except Exception as error:
@@ -104,9 +125,9 @@ class Shipper:
         own = next(image for image in job.images if image.part.kind == "own")
         for image in job.images:
             if image is not own:
-                image.slot.complete(image.header(digest_of(image.slot.body(image.num_bytes))))
+                self._publish(image.slot, image.header(digest_of(image.slot.body(image.num_bytes))))
         if self._buddy is None or self._ward is None:
-            own.slot.complete(own.header(digest_of(own.slot.body(own.num_bytes))))
+            self._publish(own.slot, own.header(digest_of(own.slot.body(own.num_bytes))))
             return own.version
         return own.version if self._exchange(job, own, self._buddy, self._ward) else None
 
@@ -120,15 +141,15 @@ class Shipper:
             raise Retryable(f"rank {ward} ships step {step} of round {epoch}, expected {own.version}")
         assert self._ward_slots is not None
         slot = self._ward_slots.target(data_bytes + tail_bytes + TAIL_SLACK_BYTES, job.keep)
-        slot.begin()
+        self._begin(slot)
         received = Image(Part.own(ward), slot, own.version, data_bytes, tail_bytes, num_rep_parts)
         mine, computed = self._move(group, own, buddy, received, ward)
-        own.slot.complete(own.header(mine))
+        self._publish(own.slot, own.header(mine))
         announced = torch.zeros(16, dtype=torch.uint8)
         _swap(group, torch.frombuffer(bytearray(mine), dtype=torch.uint8), buddy, announced, ward, _DIGEST)
         good = bytes(announced.numpy()) == computed
         if good:
-            slot.complete(received.header(computed))
+            self._publish(slot, received.header(computed))
         self.bytes_sent += own.num_bytes
         verdict, answer = torch.tensor([int(good)]), torch.zeros(1, dtype=torch.int64)
         _swap(group, verdict, ward, answer, buddy, _ACK)

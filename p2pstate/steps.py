@@ -31,6 +31,7 @@ from p2pstate.errors import P2PStateError, StepDiscarded
 from p2pstate.groups.gate import Ballot, vote
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
+from p2pstate.groups.waiting import ABANDON_AFTER_S
 from p2pstate.plan_recovery import RankReport
 from p2pstate.recover import ROUND_FAILED, Joined, MustStartOver, Phases, join
 from p2pstate.replicate import Shipper
@@ -42,7 +43,7 @@ __all__ = ["Loop", "StepBlock"]
 
 NUM_REHEARSALS = 2
 MIN_SHIPPING_WAIT_S = 0.02
-DRAIN_S = 1.0  # how long copies that are under way may still arrive after a fault
+DRAIN_S = 0.5  # how long copies that are under way may still arrive after a fault
 END_OF_LOOP = 1 << 40  # votes at the end of the loop cannot meet votes of a step
 
 
@@ -108,7 +109,7 @@ class Loop:
         self._beyond: int | None = None  # report the first commit past this step
         self.capture_seconds = 0.0
         self._capturer = Capturer(self._link, context.rank, context.local_rank, context.num_local)
-        self._shipper = Shipper(self._link, context.buddy, context.ward, self._shipping_failed)
+        self._shipper = self._make_shipper()
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
 
@@ -315,6 +316,9 @@ class Loop:
         self._captured = version
         self._shipper.ship(images, self._protected, inner)
 
+    def _make_shipper(self) -> Shipper:
+        return Shipper(self._link, self._context.buddy, self._context.ward, self._shipping_failed)
+
     def _shipping_failed(self, epoch: int, error: BaseException) -> None:
         if STATUS.error is None and epoch == STATUS.epoch and self._context.in_loop:
             self._link.send("error", epoch=epoch, text=f"replication: {error}", training=False)
@@ -329,7 +333,7 @@ class Loop:
         self._epoch = STATUS.epoch
         self._to_capture = True
         try:
-            REGISTRY.connect_own(self._epoch)
+            REGISTRY.attach(REGISTRY.build(self._epoch, own_only=True))
         except ROUND_FAILED as error:
             STATUS.fail(error)
 
@@ -348,8 +352,9 @@ class Loop:
         """Stop everything that belongs to the old round: after this no slot changes until the next capture."""
         self._shipper.wait(DRAIN_S)
         REGISTRY.cut(self._epoch)
-        if not self._shipper.wait(self._recovery_timeout_s):
-            raise P2PStateError("the shipping thread did not stop although its connections were cut")
+        if not self._shipper.wait(ABANDON_AFTER_S):
+            self._shipper.cancel()
+            self._shipper = self._make_shipper()
         REGISTRY.release()
 
     def _recover(self) -> None:

@@ -130,6 +130,8 @@ class Agent:
         self.events.emit("view", f"{sentence} ({view.reason})", reason=view.reason, **fields)
         if new_round:
             self._begin_round(view, start)
+        elif self._wants_round:
+            self.node.propose(self._wants_round)  # decided from ballots that did not know yet
 
     def on_waiting(self, reason: str) -> None:
         self.events.emit("waiting", f"waiting: {reason}", reason=reason)

@@ -14,6 +14,7 @@ from torch.distributed import ReduceOp
 
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.status import Status
+from p2pstate.groups.waiting import wait_collective
 
 __all__ = ["Ballot", "vote"]
 
@@ -40,7 +41,8 @@ def vote(registry: Registry, status: Status, ballot: Ballot) -> Ballot | None:
         return None
     tensor = torch.tensor(astuple(ballot), dtype=torch.int64)
     try:
-        gate.group.allreduce([tensor], ReduceOp.MIN).wait()
+        work = gate.group.allreduce([tensor], ReduceOp.MIN)
+        wait_collective(work, lambda: status.error is not None)
     except Exception as error:
         status.fail(error, gate.epoch)
         return None

@@ -1,7 +1,7 @@
 """The process group that a model holds: calls go to the connections of the round, errors become values.
 
-In: the calls of ``torch.distributed``, DDP, FSDP2, DTensor and DeviceMesh. Out: what the inner group returns while all is
-well; echoes (see echo.py) in solo mode and after the first error anywhere in the process.
+In: the calls of ``torch.distributed``, DDP, FSDP2, DTensor and DeviceMesh. Out: what the inner group returns while all
+is well; echoes (see echo.py) in solo mode and after the first error anywhere in the process.
 
 Invariants: no method raises into forward or backward because a peer failed; replacing ``inner`` needs nothing from
 whoever holds this object. The methods are those that ``dir(ProcessGroup)`` lists; a test compares.
@@ -65,7 +65,8 @@ class P2PGroup(ProcessGroup):
                 self._status.fail(error, inner.epoch)
             else:
                 value = values[0] if values else None
-                return GuardedWork(work, self._status, inner.epoch, lambda: echoed(self._rank, values), value)
+                pair = name in ("send", "recv", "recv_anysource")
+                return GuardedWork(work, self._status, inner.epoch, lambda: echoed(self._rank, values), value, pair)
         with torch.no_grad():
             return EchoWork(echoed(self._rank, values))
 

@@ -1,7 +1,7 @@
 """Making torch use our groups: the backend ``p2p``, and our store in place of ``env://``.
 
-In: the worker's store factory. Out: ``dist.init_process_group("p2p" | "gloo" | "nccl" | None)`` and ``dist.new_group`` that
-create :class:`P2PGroup` objects, without any TCPStore.
+In: the worker's store factory. Out: ``dist.init_process_group("p2p" | "gloo" | "nccl" | None)`` and ``new_group``,
+which create :class:`P2PGroup` objects, without any TCPStore.
 
 Limits: only in worker processes that p2pstate's launcher started; a backend that p2pstate cannot swap (mpi, ucc) is
 refused.

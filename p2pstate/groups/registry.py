@@ -26,6 +26,7 @@ from p2pstate.groups.status import STATUS, Status
 __all__ = ["REGISTRY", "Registry"]
 
 OWN_TIMEOUT = timedelta(minutes=30)
+GATE, REPLICATION = "gate", "replication"
 
 
 class Registry:
@@ -64,22 +65,24 @@ class Registry:
                 self._status.fail(error)
         return group
 
-    def connect(self, epoch: int) -> None:
-        """Connect every group for round ``epoch``; collectives go on echoing until ``STATUS.connect``.
+    def build(self, epoch: int, *, own_only: bool = False) -> dict[str, Inner]:
+        """Connections of round ``epoch`` for our own two groups and (unless ``own_only``) for every group there is.
 
-        Raises what the store or gloo raises when the round ends or a member does not come.
+        Nothing is in use before :meth:`attach`, so a thread that is left behind here changes nothing. Raises what the
+        store or gloo raises when the round ends or a member does not come.
         """
         world = tuple(range(self.world_size))
-        self.gate = self._build("gate", world, epoch, OWN_TIMEOUT)
-        self.replication = self._build("replication", world, epoch, OWN_TIMEOUT)
-        for group in sorted(self._groups, key=lambda group: group.key):
-            group.attach(self._build(group.key, group.members, epoch, group.timeout))
+        built = {key: self._build(key, world, epoch, OWN_TIMEOUT) for key in (GATE, REPLICATION)}
+        for group in [] if own_only else sorted(self._groups, key=lambda group: group.key):
+            built[group.key] = self._build(group.key, group.members, epoch, group.timeout)
+        return built
 
-    def connect_own(self, epoch: int) -> None:
-        """Connect only our own two groups (a start in which the script's groups connect as it creates them)."""
-        world = tuple(range(self.world_size))
-        self.gate = self._build("gate", world, epoch, OWN_TIMEOUT)
-        self.replication = self._build("replication", world, epoch, OWN_TIMEOUT)
+    def attach(self, built: dict[str, Inner]) -> None:
+        """Use these connections. Collectives go on echoing until ``STATUS.connect``."""
+        self.gate, self.replication = built[GATE], built[REPLICATION]
+        for group in self._groups:
+            if group.key in built:
+                group.attach(built[group.key])
 
     def cut(self, epoch: int, *, replication: bool = True) -> None:
         """Free everything that waits on connections of round ``epoch`` or an older one. Safe from any thread."""

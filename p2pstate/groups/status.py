@@ -13,6 +13,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from p2pstate.groups.waiting import ABANDON_AFTER_S
+
 __all__ = ["STATUS", "Status"]
 
 
@@ -24,6 +26,7 @@ class Status:
         self.error: BaseException | None = None
         self.error_at: float | None = None  # monotonic seconds
         self.on_first_error: Callable[[BaseException], None] = lambda error: None
+        self._unsettled: set[Callable[[], None]] = set()
 
     @property
     def echoing(self) -> bool:
@@ -38,6 +41,30 @@ class Status:
             self.error = error.with_traceback(None)
             self.error_at = time.monotonic()
         self.on_first_error(error)
+        timer = threading.Timer(ABANDON_AFTER_S, self._settle_all)
+        timer.name, timer.daemon = "p2pstate-settle", True
+        timer.start()
+
+    def settle_later(self, settle: Callable[[], None]) -> None:
+        """``settle`` is called soon after the next error, unless :meth:`settled` comes first.
+
+        For futures that somebody waits on without us: the operation behind one may never end (see waiting.py).
+        """
+        with self._lock:
+            self._unsettled.add(settle)
+            late = self.error is not None
+        if late:
+            settle()
+
+    def settled(self, settle: Callable[[], None]) -> None:
+        with self._lock:
+            self._unsettled.discard(settle)
+
+    def _settle_all(self) -> None:
+        with self._lock:
+            waiting = list(self._unsettled)
+        for settle in waiting:
+            settle()
 
     def connect(self, epoch: int) -> None:
         """From now on collectives are real, over the connections of round ``epoch``."""

@@ -1,11 +1,12 @@
 """The handles that collectives return: errors in them become values.
 
-In: a work handle of the inner group, or nothing. Out: handles whose ``wait`` and futures never raise: the first error is
-recorded for the whole process, the outputs are given defined values, and the caller goes on.
+In: a work handle of the inner group, or nothing. Out: handles whose ``wait`` and futures never raise: the first error
+is recorded for the whole process, the outputs are given defined values, and the caller goes on.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from torch.distributed import Work
 from torch.futures import Future
 
 from p2pstate.groups.status import Status
+from p2pstate.groups.waiting import call, wait_collective
 
 __all__ = ["EchoWork", "GuardedWork"]
 
@@ -53,25 +55,33 @@ class EchoWork(Work):
 
 
 class GuardedWork(Work):
-    """Forwards to ``work``; an error goes to the process's status, ``echo`` then fills the outputs."""
+    """Forwards to ``work``; an error goes to the process's status, ``echo`` then fills the outputs.
 
-    def __init__(self, work: Any, status: Status, epoch: int, echo: Callable[[], Any], value: Any) -> None:
+    ``pair``: a send or receive, whose waits gloo does not let us cut into slices.
+    """
+
+    def __init__(self, work: Any, status: Status, epoch: int, echo: Callable[[], Any], value: Any, pair: bool) -> None:
         super().__init__()
         self._work, self._status, self._epoch, self._echo, self._value = work, status, epoch, echo, value
+        self._pair = pair
         self._future: Future[Any] | None = None
+        self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        if not timeout:  # C++ callers say "no timeout" with zero
+            timeout = None
         try:
-            if timeout is None:
-                self._work.wait()
+            if self._pair:
+                work, args = self._work, () if timeout is None else (timeout,)
+                call(lambda: work.wait(*args), self._is_over, "send or receive")
             else:
-                self._work.wait(timeout)
+                wait_collective(self._work, self._is_over, timeout)
         except Exception as error:
             self._failed(error)
         return True
 
     def is_completed(self) -> bool:
-        return bool(self._work.is_completed())
+        return self._is_over() or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
         return True
@@ -83,11 +93,7 @@ class GuardedWork(Work):
         self.wait()
 
     def block_current_stream(self) -> None:
-        # NCCL works order streams here instead of blocking the host.
-        try:
-            self._work.block_current_stream()
-        except Exception as error:
-            self._failed(error)
+        self.wait()
 
     def result(self) -> Any:
         self.wait()
@@ -102,18 +108,33 @@ class GuardedWork(Work):
 
     def get_future(self) -> Future[Any]:
         if self._future is None:
-            guarded: Future[Any] = Future()
-            self._future = guarded
-
-            def settle(done: torch.futures.Future[Any]) -> None:
-                try:
-                    guarded.set_result(done.value())
-                except Exception as error:
-                    self._failed(error)
-                    guarded.set_result(self._value)
-
-            self._work.get_future().add_done_callback(settle)
+            self._future = Future()
+            self._work.get_future().add_done_callback(self._settle_with)
+            self._status.settle_later(self._settle)
         return self._future
+
+    def _settle_with(self, done: Future[Any]) -> None:
+        try:
+            value = done.value()
+        except Exception as error:
+            self._status.fail(error, self._epoch)
+            self._settle()
+        else:
+            self._set_future(value)
+
+    def _settle(self) -> None:
+        with torch.no_grad():
+            self._echo()
+        self._set_future(self._value)
+
+    def _set_future(self, value: Any) -> None:
+        self._status.settled(self._settle)
+        with self._lock:
+            if self._future is not None and not self._future.done():
+                self._future.set_result(value)
+
+    def _is_over(self) -> bool:
+        return self._status.error is not None or self._status.epoch != self._epoch
 
     def _failed(self, error: Exception) -> None:
         self._status.fail(error, self._epoch)

@@ -16,7 +16,6 @@ import traceback
 from typing import Any
 
 import torch
-from rendezvous.store import EpochStore, raise_or_return
 from torch._C._distributed_c10d import HashStore, Store
 
 from p2pstate.channel import Channel
@@ -25,6 +24,7 @@ from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.worker.context import WorkerContext, enter
 from p2pstate.worker.link import Link
+from rendezvous.store import EpochStore, raise_or_return
 
 __all__ = ["worker_main"]
 
