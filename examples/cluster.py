@@ -85,21 +85,40 @@ class Cluster:
         self.events = EventReader(folder)
         self._environ = {**os.environ, **environ, MARK: str(folder)}
         self._shared_memory = set(os.listdir("/dev/shm"))
+        self._options = (
+            "--nnodes",
+            str(num_training),
+            "--nproc-per-node",
+            str(num_workers),
+            "--spares",
+            str(num_spares),
+        )
+        self._script = script
+        self.nodes: dict[str, Node] = {}
         names = [f"node{index}" for index in range(num_training + num_spares)]
         ports = free_ports(len(names))
-        contacts = ",".join(f"127.0.0.1:{port}" for port in ports)
-        self.nodes: dict[str, Node] = {}
+        contacts = [f"127.0.0.1:{port}" for port in ports]
         for name, port in zip(names, ports, strict=True):
-            command = [
-                *p2prun_command(),
-                *("--nnodes", str(num_training), "--nproc-per-node", str(num_workers), "--spares", str(num_spares)),
-                *("--contacts", contacts, "--bind", f"127.0.0.1:{port}", "--name", name),
-                *("--run-id", folder.name, "--run-dir", str(folder), "--quiet"),
-                *script,
-            ]
-            with (folder / f"agent-{name}.log").open("wb") as log:
-                process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environ)
-            self.nodes[name] = Node(name, port, process)
+            self._start(name, port, contacts)
+
+    def add_node(self) -> str:
+        """Start one more node, which asks those that run now; returns its name."""
+        name = f"node{len(self.nodes)}"
+        (port,) = free_ports(1)
+        self._start(name, port, [f"127.0.0.1:{node.port}" for node in self.running()])
+        return name
+
+    def _start(self, name: str, port: int, contacts: Sequence[str]) -> None:
+        command = [
+            *p2prun_command(),
+            *self._options,
+            *("--contacts", ",".join(contacts), "--bind", f"127.0.0.1:{port}", "--name", name),
+            *("--run-id", self.folder.name, "--run-dir", str(self.folder), "--quiet"),
+            *self._script,
+        ]
+        with (self.folder / f"agent-{name}.log").open("wb") as log:
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environ)
+        self.nodes[name] = Node(name, port, process)
 
     def __enter__(self) -> "Cluster":
         return self

@@ -98,6 +98,7 @@ class Loop:
         # Versions
         self.step = 0  # newest committed step
         self.num_skipped = 0
+        self._num_skipped_in_a_row = 0
         self._epoch = 0
         self._to_capture = False
         self._captured: Version | None = None  # newest version this process captured in this round
@@ -223,9 +224,11 @@ class Loop:
             # The same numbers on every rank: all capture, or all skip.
             self._protected = self._captured or self._protected
             self._to_capture = self.step % self._every == 0
+            self._num_skipped_in_a_row = 0
         else:
             self._to_capture = False
             self.num_skipped += 1
+            self._num_skipped_in_a_row += 1
         if block.where != "state.run":
             self._report(block.number, None)
 
@@ -391,8 +394,10 @@ class Loop:
             bytes=joined.num_bytes,
             version=list(joined.version),
             steps_lost=joined.steps_lost,
+            steps_skipped=self._num_skipped_in_a_row,
             reason=joined.reason,
         )
+        self._num_skipped_in_a_row = 0
 
     def _join_some_round(self, newcomer: bool, committed: int, phases: Phases) -> Joined:
         context = self._context

@@ -1,0 +1,30 @@
+"""Shared by all tests: a fork server with torch imported, so that a run's processes start in milliseconds."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+READY_WITHIN_S = 120.0
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[dict[str, str]]:
+    """The environment that makes p2prun take its workers from one preloaded process (see agent/template.py)."""
+    with tempfile.TemporaryDirectory(prefix="p2p-") as folder:
+        path = str(Path(folder) / "forkserver")
+        command = [sys.executable, "-m", "p2pstate.agent.template", "--listen", path]
+        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as server:
+            assert server.stdin is not None
+            assert server.stdout is not None
+            assert server.stdout.readline() == b"ready\n", "the fork server did not start"
+            yield {"P2PSTATE_FORKSERVER": path, "OMP_NUM_THREADS": "1"}
+            server.stdin.close()
+            server.wait(READY_WITHIN_S)

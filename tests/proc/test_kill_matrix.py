@@ -1,0 +1,85 @@
+"""Every kill point x {worker, node} x {FSDP2, DDP with BatchNorm} ends bit-identical to the undisturbed run.
+
+The seven kills of a cell group share one running cluster; a node that dies is replaced by a new spare, as an operator
+or a scheduler does. Each run is checked for what it leaves behind.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from cluster import Cluster
+from kill_points import PHASES, Kill
+from outcome import compare
+
+NUM_RANKS = 4
+FIRST_STEP, STEPS_BETWEEN = 5, 5
+NUM_STEPS = FIRST_STEP + STEPS_BETWEEN * len(PHASES)
+SMALL = ("--num-layers", "2", "--width", "64", "--context", "32", "--batch", "2")
+PARALLELISMS = {"fsdp2": (), "ddp": ("--ddp", "--batch-norm")}
+DEADLINE_S = 120.0  # only a hang takes this long
+
+SCRIPT = str(Path(__file__).resolve().parents[2] / "examples" / "train_gpt.py")
+
+
+def train(folder: Path, parallelism: str, kills: list[Kill], environ: dict[str, str], num_spares: int) -> Cluster:
+    """Run to the end, replacing nodes that die. Asserts a clean end."""
+    out = folder / "out"
+    specs = [arg for kill in kills for arg in ("--kill", spec(kill))]
+    script = [SCRIPT, "--out", str(out), "--steps", str(NUM_STEPS), *SMALL, *PARALLELISMS[parallelism], *specs]
+    deadline = time.monotonic() + DEADLINE_S
+    with Cluster(
+        folder / "run", script, num_training=2, num_spares=num_spares, num_workers=2, environ=environ
+    ) as cluster:
+        while running := cluster.running():
+            assert time.monotonic() < deadline, f"the run hangs\n{cluster.log_tails()}"
+            for node in list(cluster.nodes.values()):
+                if node.process.poll() == -9 and not node.killed:
+                    node.killed = True
+                    if any(other is not node for other in running):
+                        cluster.add_node()
+            time.sleep(0.02)
+        codes = cluster.exit_codes()
+        assert set(codes.values()) == {0}, f"{codes}\n{cluster.log_tails()}"
+        assert cluster.leftovers() == []
+    for kill in kills:
+        assert (out / kill.marker).exists(), f"the kill {spec(kill)} did not happen"
+    return cluster
+
+
+def spec(kill: Kill) -> str:
+    return f"{kill.step}:{kill.rank}:{kill.phase}" + (":node" if kill.node else "")
+
+
+def kills(victim: str) -> list[Kill]:
+    """One kill per phase, the victims taking turns."""
+    return [
+        Kill(FIRST_STEP + STEPS_BETWEEN * index, (index + (victim == "node")) % NUM_RANKS, phase, victim == "node")
+        for index, phase in enumerate(PHASES)
+    ]
+
+
+@pytest.fixture(scope="module", params=sorted(PARALLELISMS))
+def undisturbed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, fork_server: dict[str, str]):
+    folder = tmp_path_factory.mktemp(f"undisturbed-{request.param}")
+    train(folder, request.param, [], fork_server, num_spares=0)
+    return request.param, folder / "out"
+
+
+@pytest.mark.parametrize("victim", ["worker", "node"])
+def test_kill_at_every_point_ends_bit_identical(
+    victim: str, undisturbed: tuple[str, Path], tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    parallelism, expected = undisturbed
+    cluster = train(tmp_path, parallelism, kills(victim), fork_server, num_spares=1 if victim == "node" else 0)
+    comparison = compare(tmp_path / "out", expected, NUM_RANKS)
+    assert comparison.identical, "\n".join([*comparison.differences, cluster.log_tails()])
+    recoveries = [event for event in cluster.events.new() if event["event"] == "recovery"]
+    assert len(recoveries) >= NUM_RANKS * len(PHASES)
+    for event in recoveries:
+        at_once = [e for e in recoveries if e["epoch"] == event["epoch"]]
+        allowed = 1 + max(e["steps_skipped"] for e in at_once)  # versions all ranks skipped because shipping was late
+        assert event["steps_lost"] <= allowed, f"{event} (allowed: {allowed})"
