@@ -242,6 +242,13 @@ def test_capture_of_an_impossible_tensor_is_refused_by_name(model: Any, name: st
     assert caught.value.advice
 
 
+def test_collect_of_a_shared_module_asks_for_its_extra_state_once() -> None:
+    shared = Growing()
+    model = nn.Sequential(shared, nn.Sequential(shared))
+    state = state_of(model)
+    assert sorted(image_of(state).tensors) == ["model/0._extra_state/sum", "model/0.weight"]
+
+
 class BadExtra(nn.Module):
     def get_extra_state(self) -> Any:
         return {"f": [len]}
