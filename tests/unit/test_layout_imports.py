@@ -31,6 +31,7 @@ class Import:
     path: str  # of the importing file, from the root
     line: int
     module: str  # dotted and absolute
+    names: tuple[str, ...] = ()  # of `from module import names`, each a module or something in one
 
     @property
     def top(self) -> str:
@@ -38,7 +39,7 @@ class Import:
 
 
 def imports_of(tree: ast.AST, path: str) -> list[Import]:
-    """Every import in one file; `from a import b` gives a.b too, because b may be a module."""
+    """Every import in one file."""
     parts = path.removesuffix(".py").split("/")
     found = []
     for node in ast.walk(tree):
@@ -47,8 +48,7 @@ def imports_of(tree: ast.AST, path: str) -> list[Import]:
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(parts[: len(parts) - node.level]) if node.level else ""
             module = ".".join(part for part in (base, node.module) if part)
-            found.append(Import(path, node.lineno, module))
-            found += [Import(path, node.lineno, f"{module}.{alias.name}") for alias in node.names]
+            found.append(Import(path, node.lineno, module, tuple(alias.name for alias in node.names)))
     return found
 
 
@@ -87,22 +87,24 @@ def order_of(package: str, listed: list[str], files: set[str]) -> dict[str, int]
     return order
 
 
+def file_of(module: str, order: dict[str, int]) -> str | None:
+    """The file (from the package) that a dotted module name stands for."""
+    inner = module.split(".")[1:]
+    candidates = ("/".join([*inner, "__init__"]) + ".py", "/".join(inner) + ".py")
+    return next((name for name in candidates if name in order), None)
+
+
 def upward_only(package: str, order: dict[str, int], imports: list[Import]) -> list[str]:
     """One sentence per import that goes down the list."""
     wrong = []
     for item in imports:
         if item.top != package:
             continue
-        inner = item.module.split(".")[1:]
-        candidates = ["/".join([*inner, "__init__"]) + ".py", "/".join(inner) + ".py"]
-        target = next((name for name in candidates if name in order), None)
         importer = item.path.split("/", 1)[1]
-        if len(inner) == 1 and target is None and importer != "__init__.py":
-            wrong.append(f"{item.path}:{item.line} imports {inner[0]} from the package itself: name its module")
-        if target is None or target in (importer, "__init__.py"):  # the package itself: judged by the line above
-            continue
-        if order[target] > order[importer]:
-            wrong.append(f"{item.path}:{item.line} imports {target}, which stands below it in the package's list")
+        targets = {file_of(f"{item.module}.{name}", order) or file_of(item.module, order) for name in item.names}
+        for target in sorted((targets or {file_of(item.module, order)}) - {None, importer}):
+            if order[target] > order[importer]:
+                wrong.append(f"{item.path}:{item.line} imports {target}, which stands below it in the package's list")
     return wrong
 
 
@@ -172,12 +174,20 @@ def judge(text: str, files: dict[str, str]) -> list[str]:
     return upward_only("pack", order, all_imports(trees))
 
 
-LAYOUT = f"{BEGIN}\n    a.py  b.py   two of them\n    sub/c.py\n{END}\n"
-FILES = {"__init__.py": "from pack.b import x", "a.py": "", "b.py": "", "sub/__init__.py": "", "sub/c.py": ""}
+LAYOUT = f"{BEGIN}\n    a.py  b.py   two of them\n    sub/c.py\n    sub/d.py\n{END}\n"
+FILES = {name: "" for name in ("a.py", "b.py", "sub/__init__.py", "sub/c.py", "sub/d.py")} | {"__init__.py": "from pack.b import x"}
+    "__init__.py": "from pack.b import x",
+    "a.py": "",
+    "b.py": "",
+    "sub/__init__.py": "",
+    "sub/c.py": "",
+    "sub/d.py": "",
+}
 
 
 def test_layout_with_imports_upward_passes() -> None:
     files = FILES | {"b.py": "from .a import y", "sub/c.py": "from ..b import x", "sub/__init__.py": "from .c import z"}
+    files |= {"sub/d.py": "from pack.sub import c\nfrom . import c"}
     assert judge(LAYOUT, files) == []
 
 
@@ -204,8 +214,8 @@ def test_layout_without_a_list_says_what_to_add() -> None:
 
 
 def test_layout_that_lacks_a_file_names_it() -> None:
-    with pytest.raises(ValueError, match=r"lacks d\.py"):
-        judge(LAYOUT, FILES | {"d.py": ""})
+    with pytest.raises(ValueError, match=r"lacks e\.py"):
+        judge(LAYOUT, FILES | {"e.py": ""})
 
 
 def test_layout_that_lists_a_missing_file_names_it() -> None:
