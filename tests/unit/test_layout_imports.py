@@ -175,7 +175,7 @@ def judge(text: str, files: dict[str, str]) -> list[str]:
 
 
 LAYOUT = f"{BEGIN}\n    a.py  b.py   two of them\n    sub/c.py\n    sub/d.py\n{END}\n"
-FILES = {name: "" for name in ("a.py", "b.py", "sub/__init__.py", "sub/c.py", "sub/d.py")} | {"__init__.py": "from pack.b import x"}
+FILES = {
     "__init__.py": "from pack.b import x",
     "a.py": "",
     "b.py": "",
