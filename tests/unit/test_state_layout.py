@@ -220,6 +220,17 @@ def test_layout_release_drops_the_last_hold_on_a_mapping() -> None:
     assert held() is None
 
 
+def test_layout_holds_only_the_regions_written_last() -> None:
+    layout = Layout.build([leaf("a", torch.ones(4))])
+    held = []
+    for _ in range(20):
+        mapping = mmap.mmap(-1, layout.num_bytes)
+        layout.write([leaf("a", torch.ones(4))], torch.frombuffer(mapping, dtype=torch.uint8))
+        held.append(weakref.ref(mapping))
+        del mapping
+    assert [one() is not None for one in held] == [False] * 12 + [True] * 8
+
+
 def test_layout_write_into_many_regions_keeps_them_apart() -> None:
     layout = Layout.build([leaf("a", torch.zeros(1))])
     regions = [torch.zeros(64, dtype=torch.uint8) for _ in range(20)]
