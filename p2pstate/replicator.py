@@ -51,7 +51,7 @@ class Replicator:
         rng: bool = True,
         every: int = 1,
         max_overhead: float = 0.02,
-        recovery_timeout_s: float = 60.0,
+        recovery_timeout_s: float = 300.0,
     ) -> None:
         context = current()
         _check_groups()

@@ -38,6 +38,7 @@ from p2pstate.replicate import Shipper
 from p2pstate.state import TrainingState
 from p2pstate.types import Start, Version
 from p2pstate.worker.context import WorkerContext
+from p2pstate.worker.link import RoundAborted
 
 __all__ = ["Loop", "StepBlock"]
 
@@ -342,9 +343,9 @@ class Loop:
 
     def _finish(self) -> bool:
         """All ranks have committed the last step: let the last copies arrive and agree. False: a fault came first."""
-        if STATUS.error is not None:
-            return False
-        self._shipper.wait(self._recovery_timeout_s)
+        deadline = time.monotonic() + self._recovery_timeout_s
+        while not self._shipper.wait(ABANDON_AFTER_S) and time.monotonic() < deadline and STATUS.error is None:
+            pass
         if self._ballot(END_OF_LOOP + self.step, boundary=False) is None:
             return False
         self._context.in_loop = False
@@ -379,6 +380,8 @@ class Loop:
             scaler._per_optimizer_states.clear()
         joined = self._join_some_round(newcomer, committed, phases)
         STATUS.connect(self._epoch)
+        if self._link.is_aborted(self._epoch):
+            STATUS.fail(RoundAborted(self._link.abort_reason), self._epoch)
         self.step = joined.version.step
         self._protected, self._captured, self._to_capture = joined.version, None, True
         self._beyond = joined.version.step + joined.steps_lost
@@ -406,7 +409,7 @@ class Loop:
             with phases.phase("quiesce"):
                 self._quiesce()
             with phases.phase("view"):
-                info = self._link.wait_round(self._epoch, self._recovery_timeout_s)
+                info = self._link.wait_round(self._epoch)
             self._epoch = info.epoch
             if info.start != Start.IN_PLACE and not (newcomer and info.start == Start.RESTART):
                 continue  # all workers are being replaced, this one as well

@@ -10,13 +10,12 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from p2pstate.channel import Channel, ChannelClosed
-from p2pstate.errors import Evicted, Retryable
+from p2pstate.errors import Retryable
 from p2pstate.types import Part, RoundInfo, SlotRecord
 from rendezvous.types import StoreReply
 
@@ -50,7 +49,6 @@ class Link:
         self._round: RoundInfo | None = None
         self._aborted_epoch = 0
         self._abort_reason = ""
-        self._stop_reason: str | None = None
         self.on_abort: Callable[[int, str], None] = lambda epoch, reason: None
         self._thread = threading.Thread(target=self._read, name="p2pstate-link", daemon=True)
         self._thread.start()
@@ -64,26 +62,17 @@ class Link:
                 self._changed.wait(_POLL_S)
             return self._assignment
 
-    def wait_round(self, after_epoch: int, deadline_s: float) -> RoundInfo:
+    def wait_round(self, after_epoch: int) -> RoundInfo:
         """The newest round later than ``after_epoch`` that was not aborted.
 
-        Raises Retryable when there is none within ``deadline_s``, Evicted when the job ended meanwhile.
+        Waits as long as the agent does (``--spare-wait``): when it gives up, it ends this process.
         """
-        deadline = time.monotonic() + deadline_s
         with self._changed:
             while True:
                 info = self._round
                 if info and info.epoch > max(after_epoch, self._aborted_epoch):
                     return info
-                if self._stop_reason is not None:
-                    raise Evicted(f"the run ends: {self._stop_reason}")
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise Retryable(
-                        f"no new round was agreed within {deadline_s:.0f} s (last aborted: {self._aborted_epoch}, "
-                        f"{self._abort_reason or 'no reason given'})"
-                    )
-                self._changed.wait(min(left, _POLL_S))
+                self._changed.wait(_POLL_S)
 
     def is_aborted(self, epoch: int) -> bool:
         return epoch <= self._aborted_epoch
@@ -184,10 +173,6 @@ class Link:
                 self._assignment = message
                 if message["round"] is not None:
                     self._round = RoundInfo.unpack(message["round"])
-                self._changed.notify_all()
-        elif kind == "stop":
-            with self._changed:
-                self._stop_reason = message["reason"]
                 self._changed.notify_all()
 
     def _abort(self, epoch: int, reason: str) -> None:
