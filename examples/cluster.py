@@ -1,12 +1,14 @@
 """Several nodes on one machine: a p2prun per node, started, watched, killed and cleaned up after.
 
 In: a script and its arguments, names of nodes. Out: processes, their event files, and at the end a list of whatever
-they left behind. Each node has its own address on the loopback interface. Every wait here has a deadline.
+they left behind. Each node has its own port on the loopback interface, or, in namespaces, its own network, shared
+memory and scratch directory. Every wait here has a deadline.
 """
 
 import contextlib
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from namespaces import Namespaces
 
 STOP_S = 10.0  # how long agents may take to end when asked
 MARK = "EXAMPLE_RUN_FOLDER"  # in the environment of every process of a run, to find those that are left
@@ -36,7 +40,9 @@ def p2prun_command() -> list[str]:
     """The command of this interpreter's environment, whatever PATH says."""
     installed = Path(sys.executable).with_name("p2prun")
     return (
-        [str(installed)] if installed.exists() else [sys.executable, "-c", "from p2pstate.cli import p2prun; p2prun()"]
+        [str(installed)]
+        if installed.exists()
+        else [sys.executable, "-c", "import sys; from p2pstate.cli import p2prun; sys.exit(p2prun())"]
     )
 
 
@@ -62,7 +68,7 @@ class EventReader:
 @dataclass(slots=True)
 class Node:
     name: str
-    port: int
+    address: str  # host:port
     process: subprocess.Popen[bytes]
     killed: bool = False
 
@@ -79,46 +85,51 @@ class Cluster:
         num_spares: int,
         num_workers: int,
         environ: Mapping[str, str],
+        namespaces: bool = False,
     ) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
         self.events = EventReader(folder)
+        self._script = script
         self._environ = {**os.environ, **environ, MARK: str(folder)}
         self._shared_memory = set(os.listdir("/dev/shm"))
-        self._options = (
-            "--nnodes",
-            str(num_training),
-            "--nproc-per-node",
-            str(num_workers),
-            "--spares",
-            str(num_spares),
-        )
-        self._script = script
+        self._options = [
+            *("--nnodes", str(num_training), "--nproc-per-node", str(num_workers), "--spares", str(num_spares)),
+            *("--run-id", folder.name, "--run-dir", str(folder), "--quiet"),
+        ]
+        count = num_training + num_spares
+        self._namespaces = Namespaces(count, folder / "scratch") if namespaces else None
+        hosts = ["127.0.0.1"] * count
+        if self._namespaces is not None:
+            hosts = self._namespaces.addresses
+            key = folder / "run.key"
+            key.write_text(secrets.token_hex(32))
+            self._options += ["--key-file", str(key)]  # not on loopback: the control plane is encrypted
         self.nodes: dict[str, Node] = {}
-        names = [f"node{index}" for index in range(num_training + num_spares)]
-        ports = free_ports(len(names))
-        contacts = [f"127.0.0.1:{port}" for port in ports]
-        for name, port in zip(names, ports, strict=True):
-            self._start(name, port, contacts)
+        addresses = [f"{host}:{port}" for host, port in zip(hosts, free_ports(count), strict=True)]
+        for address in addresses:
+            self._start(address, addresses)
 
     def add_node(self) -> str:
-        """Start one more node, which asks those that run now; returns its name."""
-        name = f"node{len(self.nodes)}"
+        """Start one more node, which asks those that run now; returns its name. Not in namespaces."""
+        assert self._namespaces is None, "namespaces are made for a fixed number of nodes"
         (port,) = free_ports(1)
-        self._start(name, port, [f"127.0.0.1:{node.port}" for node in self.running()])
-        return name
+        return self._start(f"127.0.0.1:{port}", [node.address for node in self.running()])
 
-    def _start(self, name: str, port: int, contacts: Sequence[str]) -> None:
+    def _start(self, address: str, contacts: Sequence[str]) -> str:
+        index = len(self.nodes)
+        name = f"node{index}"
         command = [
+            *(self._namespaces.prefix(index) if self._namespaces is not None else ()),
             *p2prun_command(),
             *self._options,
-            *("--contacts", ",".join(contacts), "--bind", f"127.0.0.1:{port}", "--name", name),
-            *("--run-id", self.folder.name, "--run-dir", str(self.folder), "--quiet"),
+            *("--contacts", ",".join(contacts), "--bind", address, "--name", name),
             *self._script,
         ]
         with (self.folder / f"agent-{name}.log").open("wb") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environ)
-        self.nodes[name] = Node(name, port, process)
+        self.nodes[name] = Node(name, address, process)
+        return name
 
     def __enter__(self) -> "Cluster":
         return self
@@ -133,13 +144,19 @@ class Cluster:
         """Of the nodes that were not killed from here."""
         return {node.name: node.process.poll() for node in self.nodes.values() if not node.killed}
 
-    def kill_node(self, name: str) -> float:
-        """SIGKILL to a node's agent and everything below it, as if its power failed. Returns the time of the first."""
+    def kill_node(self, name: str, *, silent: bool = False) -> float:
+        """SIGKILL to a node's agent and everything below it. Returns when.
+
+        Silent (in namespaces only): its network is cut before, as if its power failed; nothing refuses connections.
+        """
         node = self.nodes[name]
         agent = psutil.Process(node.process.pid)
         tree = [agent, *agent.children(recursive=True)]  # read before the first dies
         node.killed = True
         killed_at = time.time()
+        if silent:
+            assert self._namespaces is not None, "only a network of its own can be cut"
+            self._namespaces.cut(list(self.nodes).index(name))
         for process in tree:
             signal_quietly(process, signal.SIGKILL)
         node.process.wait(SETTLE_S)
@@ -154,16 +171,14 @@ class Cluster:
     def stop(self) -> None:
         for sign in (signal.SIGTERM, signal.SIGKILL):
             for node in self.running():
-                for process in (
-                    psutil.Process(node.process.pid).children(recursive=True) if sign == signal.SIGKILL else []
-                ):
-                    signal_quietly(process, sign)
                 node.process.send_signal(sign)
             deadline = time.monotonic() + STOP_S
             while self.running() and time.monotonic() < deadline:
                 time.sleep(0.02)
         for process in self._processes_left():
             signal_quietly(process, signal.SIGKILL)
+        if self._namespaces is not None:
+            self._namespaces.close()
 
     def leftovers(self) -> list[str]:
         """What is still there of this run after its agents ended and a moment to vanish. Call it before `stop`."""
@@ -174,12 +189,20 @@ class Cluster:
 
     def _look(self) -> list[str]:
         left = [f"process {process.pid}" for process in self._processes_left()]
-        for node in self.nodes.values():
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", node.port)) == 0:
-                    left.append(f"a listener on 127.0.0.1:{node.port}")
+        left += [f"a listener on {address}" for address in self._listeners()]
         left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self._shared_memory)]
         return left
+
+    def _listeners(self) -> list[str]:
+        if self._namespaces is not None:
+            return [text for index in range(len(self.nodes)) for text in self._namespaces.listeners(index)]
+        found = []
+        for node in self.nodes.values():
+            host, _, port = node.address.rpartition(":")
+            with socket.socket() as probe:
+                if probe.connect_ex((host, int(port))) == 0:
+                    found.append(node.address)
+        return found
 
     def _processes_left(self) -> list[psutil.Process]:
         """Processes that were started with this run's mark in their environment."""

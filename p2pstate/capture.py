@@ -138,9 +138,7 @@ class Capturer:
     def _layout_for(self, part: Part, leaves: Sequence[Leaf]) -> Layout:
         """The layout of the last version while it fits: its views into the slots are reused."""
         known = self._layouts.get(part)
-        if known is None or [(e.name, e.shape, e.dtype) for e in known.entries] != [
-            (leaf.name, tuple(leaf.tensor.shape), leaf.tensor.dtype) for leaf in leaves
-        ]:
+        if known is None or not known.fits(leaves):
             known = self._layouts[part] = Layout.build(leaves)
         return known
 

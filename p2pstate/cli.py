@@ -7,14 +7,17 @@ node, 77 state lost, 78 bad configuration.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
+import ipaddress
 import os
 import signal
 import socket
 import sys
 from collections.abc import Sequence
 
-from p2pstate.agent.agent import EXIT_CONFIG, Agent, Job
-from rendezvous.config import PRESETS, Config
+from p2pstate.agent.agent import Agent, Job
+from p2pstate.errors import EXIT_CONFIG
+from rendezvous.config import PRESETS, Config, split_endpoint
 from rendezvous.types import RendezvousError, Role
 
 __all__ = ["main", "p2prun"]
@@ -42,10 +45,8 @@ def p2prun(argv: Sequence[str] | None = None) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``p2pstate``: tools around a run."""
-    from p2pstate import __version__
-
     parser = argparse.ArgumentParser(prog="p2pstate", description="Tools for p2pstate runs; see also: p2prun --help")
-    parser.add_argument("--version", action="version", version=f"p2pstate {__version__}")
+    parser.add_argument("--version", action="version", version=f"p2pstate {importlib.metadata.version('p2pstate')}")
     parser.parse_args(argv)
     parser.print_help()
     return 0
@@ -75,6 +76,9 @@ def _parser() -> argparse.ArgumentParser:
     node = parser.add_argument_group("this node")
     node.add_argument("--name", default=socket.gethostname(), help="unique within the run")
     node.add_argument("--max-restarts", type=int, default=1000, metavar="N", help="workers replaced before giving up")
+    node.add_argument(
+        "--join-timeout", type=float, default=600.0, metavar="S", help="wait for the first view this long"
+    )
     node.add_argument("--spare-wait", type=float, default=600.0, metavar="S", help="wait for a missing node this long")
     node.add_argument("--quiet", action="store_true", help="workers' output and events go to --run-dir only")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
@@ -114,6 +118,13 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         key=_read_key(options.key_file),
         insecure=options.insecure,
     )
+    host, _ = split_endpoint(config.bind, "--bind", any_port=True)
+    if config.key is None and not config.insecure and not _is_loopback(host):
+        raise ValueError(
+            f"--bind {options.bind} can be reached from other machines, and whoever reaches it without a key could "
+            "join or end the run: give every node the same --key-file (openssl rand -hex 32 > FILE; chmod 600 FILE) or "
+            "P2PSTATE_KEY, or pass --insecure in a network where everybody may"
+        )
     job = Job(
         script=options.script,
         args=tuple(options.args),
@@ -123,9 +134,17 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         quiet=options.quiet and options.run_dir is not None,
         max_restarts=options.max_restarts,
         max_rounds_without_progress=5,
+        join_timeout_s=options.join_timeout,
         spare_wait_s=options.spare_wait,
     )
     return config, job
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _read_key(path: str | None) -> bytes | None:

@@ -7,7 +7,20 @@ means and what to do next.
 
 from __future__ import annotations
 
-__all__ = ["ConfigError", "Evicted", "P2PStateError", "Retryable", "StepDiscarded", "Unrecoverable"]
+__all__ = [
+    "EXIT_CONFIG",
+    "EXIT_REPLACE",
+    "EXIT_RETRY",
+    "ConfigError",
+    "P2PStateError",
+    "Retryable",
+    "StepDiscarded",
+]
+
+# Exit codes of p2prun and of workers, besides 0 (finished) and 1 (failed in user code).
+EXIT_RETRY = 75  # start again on this node
+EXIT_REPLACE = 76  # this node must not take part any more
+EXIT_CONFIG = 78  # the run was described wrongly
 
 
 class P2PStateError(Exception):
@@ -20,14 +33,6 @@ class ConfigError(P2PStateError, ValueError):
 
 class Retryable(P2PStateError):
     """This attempt failed; the next round may well succeed."""
-
-
-class Evicted(P2PStateError):
-    """The job went on without this process: it must end and not write anything any more."""
-
-
-class Unrecoverable(P2PStateError):
-    """No copy of some part of the training state is left."""
 
 
 class StepDiscarded(BaseException):

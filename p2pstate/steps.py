@@ -371,6 +371,7 @@ class Loop:
         began = time.monotonic()
         if error_at is not None:
             phases.seconds["abort"] = began - error_at
+            self._link.send("event", kind="discarded", step=self.step + 1, error=str(STATUS.error)[:300])
         committed = self.step
         self._discard_pending = False
         self._iterator = None

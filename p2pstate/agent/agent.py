@@ -21,15 +21,15 @@ from typing import Any
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.supervisor import Phase, Supervisor, WorkerProcess, describe_status
 from p2pstate.channel import Message
+from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY
 from p2pstate.types import Part, RoundInfo, Start, Worker
 from p2pstate.vault import Vault, VaultFull
 from rendezvous.config import Config
-from rendezvous.node import Node
+from rendezvous.node import Node, Timer
 from rendezvous.types import Change, Member, MemberChange, MemberKey, StoreReply, Verdict, View, split_address
 
-__all__ = ["EXIT_RETRY", "EXIT_STATE_LOST", "Agent", "Job"]
+__all__ = ["Agent", "Job"]
 
-EXIT_RETRY, EXIT_REPLACE, EXIT_STATE_LOST, EXIT_CONFIG = 75, 76, 77, 78
 ERROR_GRACE_S = 1.0  # an error without a death: give the detector of deaths the first word
 VERDICT_LINGER_S = 0.7
 DONE_INTERVAL_S = 1.0
@@ -47,6 +47,7 @@ class Job:
     quiet: bool
     max_restarts: int
     max_rounds_without_progress: int
+    join_timeout_s: float
     spare_wait_s: float
 
 
@@ -73,7 +74,8 @@ class Agent:
         self._rounds_without_progress = 0
         self._num_restarts = 0
         self._early_deaths = 0
-        self._waiting_timer: Any = None
+        self._waiting_timer: Timer | None = None
+        self._waiting_reason = ""
         self.verdict: Verdict | None = None
 
     def run(self) -> int:
@@ -134,14 +136,14 @@ class Agent:
             self.node.propose(self._wants_round)  # decided from ballots that did not know yet
 
     def on_waiting(self, reason: str) -> None:
+        if self.verdict is not None:
+            return
         self.events.emit("waiting", f"waiting: {reason}", reason=reason)
-        if self._waiting_timer is None and self._view is not None:
-            self._waiting_timer = self.node.call_later(
-                self._job.spare_wait_s,
-                lambda: self._declare(
-                    EXIT_RETRY, f"no view within {self._job.spare_wait_s:.0f} s of waiting (--spare-wait): {reason}"
-                ),
-            )
+        self._waiting_reason = reason
+        if self._waiting_timer is None:
+            joining = self._view is None
+            wait_s = self._job.join_timeout_s if joining else self._job.spare_wait_s
+            self._waiting_timer = self.node.call_later(wait_s, lambda: self._give_up_waiting(joining, wait_s))
 
     def on_member(self, change: MemberChange) -> None:
         name = change.member.name
@@ -452,6 +454,13 @@ class Agent:
     def _declare(self, code: int, text: str) -> None:
         if self.verdict is None:
             self.node.declare(Verdict(code, text, self.node.key))
+
+    def _give_up_waiting(self, joining: bool, wait_s: float) -> None:
+        if joining:
+            text = f"no view within {wait_s:g} s (--join-timeout): {self._waiting_reason}"
+            self.end(EXIT_CONFIG, f"{text}; check --contacts ({', '.join(self._config.contacts)}) and --nnodes")
+        else:
+            self._declare(EXIT_RETRY, f"no view within {wait_s:g} s of waiting (--spare-wait): {self._waiting_reason}")
 
     def _cancel_waiting(self) -> None:
         if self._waiting_timer is not None:

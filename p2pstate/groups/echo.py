@@ -12,7 +12,17 @@ from typing import Any
 
 import torch
 
-__all__ = ["all_to_all", "gather", "gather_coalesced", "gather_flat", "keep", "reduce_scatter", "scatter", "zeros"]
+__all__ = [
+    "all_to_all",
+    "gather",
+    "gather_coalesced",
+    "gather_flat",
+    "gather_lists",
+    "keep",
+    "reduce_scatter",
+    "scatter",
+    "zeros",
+]
 
 Tensor = torch.Tensor
 
@@ -37,6 +47,14 @@ def gather(rank: int, args: Sequence[Any]) -> Any:
         for out in outs:
             _copy(out, own)
     return outputs
+
+
+def gather_lists(rank: int, args: Sequence[Any]) -> Any:
+    """allgather_coalesced: one list of outputs per rank, each as long as the list of inputs."""
+    for outs in args[0]:
+        for out, own in zip(outs, args[1], strict=True):
+            _copy(out, own)
+    return args[0]
 
 
 def gather_flat(rank: int, args: Sequence[Any]) -> Any:

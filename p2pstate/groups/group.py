@@ -91,7 +91,7 @@ class P2PGroup(ProcessGroup):
         return self._run("allgather", echo.gather, args, kwargs)
 
     def allgather_coalesced(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("allgather_coalesced", echo.gather, args, kwargs)
+        return self._run("allgather_coalesced", echo.gather_lists, args, kwargs)
 
     def gather(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("gather", echo.gather, args, kwargs)

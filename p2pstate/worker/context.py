@@ -5,6 +5,8 @@ In: the agent's assignment. Out: :func:`current`, which the public objects start
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
 
 from p2pstate.errors import ConfigError
@@ -71,7 +73,8 @@ def current() -> WorkerContext:
     if _current is None:
         raise ConfigError(
             "this process was not started by p2pstate, so its process groups cannot be repaired and nobody keeps its "
-            "state: start the script with `p2prun` instead of `python` or `torchrun`"
+            f"state: start it as `p2prun --nproc-per-node N {os.path.basename(sys.argv[0]) or 'script.py'}` instead of "
+            "with python or torchrun"
         )
     return _current
 

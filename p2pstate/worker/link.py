@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from p2pstate.channel import Channel, ChannelClosed
-from p2pstate.errors import Retryable
+from p2pstate.errors import EXIT_REPLACE, Retryable
 from p2pstate.types import Part, RoundInfo, SlotRecord
 from rendezvous.types import StoreReply
 
 __all__ = ["Link", "RoundAborted"]
 
-AGENT_LOST_EXIT_CODE = 76
 _POLL_S = 1.0
 
 
@@ -88,7 +87,7 @@ class Link:
         try:
             self._channel.send({"t": kind, **fields})
         except ChannelClosed:
-            os._exit(AGENT_LOST_EXIT_CODE)
+            os._exit(EXIT_REPLACE)
 
     def store_request(self, epoch: int, op: str, args: list[Any], deadline_s: float) -> StoreReply:
         """One operation on the round's store. Waits no longer than ``deadline_s`` and a second, nor past an abort."""
@@ -150,7 +149,7 @@ class Link:
                 for message, fds in self._channel.receive():
                     self._handle(message, fds)
         except ChannelClosed:
-            os._exit(AGENT_LOST_EXIT_CODE)
+            os._exit(EXIT_REPLACE)
 
     def _handle(self, message: dict[str, Any], fds: list[int]) -> None:
         kind = message["t"]

@@ -13,12 +13,14 @@ import socket
 import sys
 import threading
 import traceback
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import HashStore, Store
 
 from p2pstate.channel import Channel
+from p2pstate.errors import EXIT_CONFIG, ConfigError
 from p2pstate.groups.install import install
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
@@ -62,6 +64,15 @@ def worker_main(sock: socket.socket) -> int:
     else:
         link.send("failed", code=code, text=text)
     return code
+
+
+def _from_script(tb: TracebackType | None) -> TracebackType | None:
+    """A traceback without the frames that only start the script."""
+    own = (__file__, runpy.__file__, "<frozen runpy>")
+    inner = tb
+    while inner is not None and inner.tb_frame.f_code.co_filename in own:
+        inner = inner.tb_next
+    return inner or tb
 
 
 def _run_exit_handlers() -> None:
@@ -129,8 +140,8 @@ def _run_script(script: str, args: list[str], is_module: bool) -> tuple[int, str
             return error.code, f"sys.exit({error.code})"
         print(error.code, file=sys.stderr)
         return 1, str(error.code)
-    except BaseException:
-        text = traceback.format_exc()
+    except BaseException as error:
+        text = "".join(traceback.format_exception(type(error), error, _from_script(error.__traceback__)))
         print(text, file=sys.stderr)
-        return 1, text
+        return EXIT_CONFIG if isinstance(error, ConfigError) else 1, text
     return 0, ""

@@ -1,0 +1,345 @@
+"""Faults beyond the kill matrix, and bad input: each ends as promised, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import Cluster, free_ports
+from outcome import compare
+
+ROOT = Path(__file__).resolve().parents[2]
+TRAIN = str(ROOT / "examples" / "train_gpt.py")
+SMALL = ("--num-layers", "2", "--width", "64", "--context", "32", "--batch", "2")
+NUM_STEPS = 24
+DEADLINE_S = 120.0  # only a hang takes this long
+
+
+class Run:
+    """A training run of 2 x 2 ranks under observation."""
+
+    def __init__(
+        self, folder: Path, environ: dict[str, str], *args: str, spares: int = 0, steps: int = NUM_STEPS
+    ) -> None:
+        self.out = folder / "out"
+        script = [TRAIN, "--out", str(self.out), "--steps", str(steps), *SMALL, *args]
+        self.cluster = Cluster(
+            folder / "run", script, num_training=2, num_spares=spares, num_workers=2, environ=environ
+        )
+        self.events: list[dict[str, Any]] = []
+
+    def wait_for(self, what: str, found: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+        """The first event (of those not yet waited for) that fits."""
+        deadline = time.monotonic() + DEADLINE_S
+        while time.monotonic() < deadline:
+            new = self.cluster.events.new()
+            for event in new:
+                self.events.append(event)
+            for index, event in enumerate(self.events):
+                if found(event):
+                    del self.events[: index + 1]
+                    return event
+            time.sleep(0.01)
+        raise AssertionError(f"no {what} within {DEADLINE_S:.0f} s\n{self.cluster.log_tails()}")
+
+    def wait_step(self, step: int, rank: int = 0) -> dict[str, Any]:
+        return self.wait_for(f"step {step}", lambda e: e["event"] == "step" and e["rank"] == rank and e["step"] >= step)
+
+    def pids(self) -> dict[int, int]:
+        """Of all ranks, when they have started."""
+        found: dict[int, int] = {}
+        while len(found) < 4:
+            event = self.wait_for("worker_started", lambda e: e["event"] == "worker_started")
+            found[event["rank"]] = event["pid"]
+        return found
+
+    def end(self) -> dict[str, int | None]:
+        deadline = time.monotonic() + DEADLINE_S
+        while self.cluster.running():
+            assert time.monotonic() < deadline, f"the run does not end\n{self.cluster.log_tails()}"
+            time.sleep(0.02)
+        assert self.cluster.leftovers() == []
+        return self.cluster.exit_codes()
+
+
+@pytest.fixture
+def start(tmp_path: Path, fork_server: dict[str, str]) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def make(*args: str, **options: Any) -> Run:
+        environ = options.pop("environ", fork_server)
+        runs.append(Run(tmp_path / str(len(runs)), environ, *args, **options))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, fork_server: dict[str, str]) -> Path:
+    """The outcome of an undisturbed run."""
+    run = Run(tmp_path_factory.mktemp("expected"), fork_server)
+    assert set(run.end().values()) == {0}
+    return run.out
+
+
+def assert_identical(run: Run, expected: Path) -> None:
+    comparison = compare(run.out, expected, 4)
+    assert comparison.identical, "\n".join([*comparison.differences, run.cluster.log_tails()])
+
+
+@pytest.mark.parametrize("kill", ["1:1:forward", "2:2:backward", "2:0:in_step"])
+def test_kill_in_the_first_steps_restarts_all_workers_and_ends_identical(
+    kill: str, start: Callable[..., Run], expected: Path
+) -> None:
+    run = start("--kill", kill)
+    assert set(run.end().values()) == {0}
+    assert_identical(run, expected)
+
+
+def test_newcomer_killed_while_it_joins_is_replaced_again(start: Callable[..., Run], expected: Path) -> None:
+    run = start("--kill", "8:1:backward")
+    run.pids()
+    newcomer = run.wait_for("the replacement", lambda e: e["event"] == "worker_started" and e["rank"] == 1)
+    time.sleep(0.2)
+    os.kill(newcomer["pid"], signal.SIGKILL)
+    second = run.wait_for("its replacement", lambda e: e["event"] == "worker_started" and e["rank"] == 1)
+    assert second["pid"] != newcomer["pid"]
+    assert set(run.end().values()) == {0}
+    assert_identical(run, expected)
+
+
+def test_both_workers_of_a_node_killed_at_once_resume_from_its_vault(start: Callable[..., Run], expected: Path) -> None:
+    run = start()
+    pids = run.pids()
+    run.wait_step(8)
+    for rank in (2, 3):
+        os.kill(pids[rank], signal.SIGKILL)
+    sources = set()
+    for _ in range(2):
+        event = run.wait_for("recovery", lambda e: e["event"] == "recovery" and e["rank"] in (2, 3))
+        sources.add(event["source"])
+    assert sources == {"own vault"}
+    assert set(run.end().values()) == {0}
+    assert_identical(run, expected)
+
+
+def test_stopped_rank_does_not_hold_up_the_abort_of_the_others(start: Callable[..., Run], expected: Path) -> None:
+    """Survivors that wait in gloo for a live but silent peer are freed while it is still silent."""
+    run = start()
+    pids = run.pids()
+    run.wait_step(6)
+    os.kill(pids[3], signal.SIGSTOP)
+    time.sleep(0.5)  # the others are in a collective now, waiting for rank 3
+    os.kill(pids[1], signal.SIGKILL)
+    for rank in (0, 2):
+        run.wait_for(f"rank {rank} freed", lambda e, rank=rank: e["event"] == "discarded" and e["rank"] == rank)
+    os.kill(pids[3], signal.SIGCONT)
+    assert set(run.end().values()) == {0}
+    assert_identical(run, expected)
+
+
+def test_survivors_of_several_faults_keep_their_processes(start: Callable[..., Run], expected: Path) -> None:
+    run = start("--kill", "6:1:forward", "--kill", "12:3:in_step", spares=1)
+    before = run.pids()
+    assert set(run.end().values()) == {0}
+    started = [e for e in run.events + run.cluster.events.new() if e["event"] == "worker_started"]
+    assert sorted(e["rank"] for e in started) == [1, 3]
+    assert len(before) == 4
+    assert_identical(run, expected)
+
+
+def test_node_lost_without_a_spare_ends_the_run_with_the_reason(tmp_path: Path, fork_server: dict[str, str]) -> None:
+    ports = free_ports(2)
+    nodes = [
+        launch(
+            tmp_path,
+            fork_server,
+            *("--nnodes", "2", "--nproc-per-node", "1", "--contacts", f"127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"),
+            *("--bind", f"127.0.0.1:{port}", "--name", f"node{index}", "--spare-wait", "1"),
+            *(TRAIN, "--steps", "100000", "--out", str(tmp_path / "out"), *SMALL),
+        )
+        for index, port in enumerate(ports)
+    ]
+    deadline = time.monotonic() + DEADLINE_S
+    while not list((tmp_path / "out").glob("positions-1.*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    nodes[0].kill()
+    _, stderr = nodes[1].communicate(timeout=DEADLINE_S)
+    assert nodes[1].returncode == 75, stderr
+    assert "--spare-wait" in stderr
+    nodes[0].communicate(timeout=DEADLINE_S)
+
+
+def test_signal_to_every_agent_ends_the_run_at_once(start: Callable[..., Run]) -> None:
+    run = start(steps=100000)
+    run.wait_step(3)
+    for node in run.cluster.running():
+        node.process.send_signal(signal.SIGTERM)
+    assert set(run.end().values()) <= {128 + signal.SIGTERM, 75}
+
+
+def test_run_without_any_tcpstore_survives_a_worker_and_a_node(start: Callable[..., Run], tmp_path: Path) -> None:
+    """TCPStore's constructor ends the process, in agents, templates and workers alike."""
+    trap = tmp_path / "trap"
+    trap.mkdir()
+    (trap / "sitecustomize.py").write_text(
+        textwrap.dedent("""
+            import os
+            import torch.distributed
+
+            def constructed(self, *args, **kwargs):
+                os.write(2, b"TCPStore was constructed\\n")
+                os._exit(99)
+
+            torch.distributed.TCPStore.__init__ = constructed
+        """)
+    )
+    check = subprocess.run(
+        [sys.executable, "-c", "import torch.distributed as d; d.TCPStore('127.0.0.1', 0, 1, True)"],
+        env={**os.environ, "PYTHONPATH": str(trap)},
+        check=False,
+    )
+    assert check.returncode == 99, "the trap does not work"
+    environ = {"PYTHONPATH": str(trap), "OMP_NUM_THREADS": "1"}
+    run = start("--kill", "5:1:backward", "--kill", "10:0:backward:node", spares=1, steps=14, environ=environ)
+    deadline = time.monotonic() + DEADLINE_S
+    while run.cluster.nodes["node0"].process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    run.cluster.nodes["node0"].killed = True
+    assert set(run.end().values()) == {0}
+
+
+# -- bad input
+
+
+def launch(folder: Path, environ: dict[str, str], *args: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "p2pstate.cli", *args]
+    return subprocess.Popen(
+        command,
+        env={**os.environ, **environ, "PYTHONPATH": str(ROOT)},
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def script(folder: Path, body: str) -> str:
+    path = folder / "script.py"
+    path.write_text(textwrap.dedent(body))
+    return str(path)
+
+
+GOOD = """
+    import torch, torch.distributed as dist, p2pstate
+    dist.init_process_group({backend})
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    class Odd:
+        def state_dict(self): return {{"inner": {{"callback": print}}}}
+        def load_state_dict(self, state): pass
+    p2pstate.Replicator(model, optimizer{more})
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "sentence"),
+    [
+        (["--nnodes", "2", "--contacts", "127.0.0.1"], 78, "contact '127.0.0.1' is not"),
+        (["--nnodes", "2", "--contacts", "127.0.0.1:1", "--join-timeout", "2"], 78, "check --contacts (127.0.0.1:1)"),
+        (["--nnodes", "2"], 78, "--contacts is missing"),
+        (["--nnodes", "1:2"], 78, "give one number"),
+        (["--nnodes", "x"], 78, "give a number"),
+        (["--nproc-per-node", "0"], 78, "at least one worker"),
+        (["--bind", "10.255.255.1:0"], 78, "--key-file"),
+        (["--key-file", "/dev/null/none"], 78, "/dev/null/none"),
+    ],
+)
+def test_wrong_option_is_refused_with_one_sentence(
+    options: list[str], code: int, sentence: str, tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    process = launch(tmp_path, fork_server, *options, "--name", "n", script(tmp_path, "pass"))
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == code, stderr
+    assert sentence in stderr
+    assert "Traceback" not in stderr
+
+
+def test_taken_port_is_refused_with_one_sentence(tmp_path: Path, fork_server: dict[str, str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        process = launch(tmp_path, fork_server, "--bind", f"127.0.0.1:{port}", script(tmp_path, "pass"))
+        _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 78
+    assert f"127.0.0.1:{port} is taken" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_missing_script_is_refused_before_anything_starts(tmp_path: Path, fork_server: dict[str, str]) -> None:
+    process = launch(tmp_path, fork_server, "nowhere.py")
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 78
+    assert "there is no script 'nowhere.py'" in stderr
+
+
+@pytest.mark.parametrize("backend", ["", '"gloo"', '"nccl"', '"cpu:gloo,cuda:nccl"', '"p2p"'])
+def test_any_usual_backend_gives_groups_that_can_be_repaired(
+    backend: str, tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    body = GOOD.format(backend=backend, more="") + "    x = torch.ones(1); dist.all_reduce(x); assert x.item() == 2\n"
+    process = launch(tmp_path, fork_server, "--nproc-per-node", "2", script(tmp_path, body))
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, stderr
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "sentence"),
+    [
+        (GOOD.format(backend='"mpi"', more=""), 78, "process group backend 'mpi' cannot be repaired"),
+        (GOOD.format(backend="", more=", Odd()"), 1, "odd0/inner/callback"),
+        (GOOD.format(backend="", more=", data=[1, 2]"), 1, "data= of type list has no state_dict"),
+        (GOOD.format(backend="", more="").replace("model, optimizer", "model"), 1, "at least one optimizer"),
+        ("import p2pstate, torch\np2pstate.Replicator(torch.nn.Linear(1, 1))", 78, "there is no process group yet"),
+        ("raise ZeroDivisionError('mine')", 1, "ZeroDivisionError: mine"),
+        ("import sys; sys.exit(5)", 5, "sys.exit(5)"),
+    ],
+)
+def test_failing_script_ends_the_run_with_its_reason(
+    body: str, code: int, sentence: str, tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    process = launch(tmp_path, fork_server, "--nproc-per-node", "2", script(tmp_path, body))
+    _, stderr = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == code, stderr
+    assert sentence in stderr
+
+
+def test_replicator_outside_of_a_launcher_says_what_to_change(tmp_path: Path) -> None:
+    body = """
+        import torch, torch.distributed as dist, p2pstate
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        model = torch.nn.Linear(2, 2)
+        p2pstate.Replicator(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    """
+    done = subprocess.run(
+        [sys.executable, script(tmp_path, body)],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "start it as `p2prun --nproc-per-node N script.py`" in done.stderr
