@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster import Cluster
+from namespaces import why_not
 from outcome import Comparison, compare
 from timeline import Event, Failure, Timeline
 
@@ -63,8 +64,8 @@ def random_kills(rng: random.Random) -> list[Kill]:
 class Executioner:
     """Carries out the kills that are due, and tells what was done as "injected" events."""
 
-    def __init__(self, kills: list[Kill], cluster: Cluster, out: Path, rng: random.Random) -> None:
-        self._kills, self._cluster, self._out, self._rng = kills, cluster, out, rng
+    def __init__(self, kills: list[Kill], cluster: Cluster, out: Path, rng: random.Random, *, silent: bool) -> None:
+        self._kills, self._cluster, self._out, self._rng, self._silent = kills, cluster, out, rng, silent
 
     def look(self, timeline: Timeline) -> list[Event]:
         kill = next((kill for kill in self._kills if not kill.done), None)
@@ -80,8 +81,9 @@ class Executioner:
         if kill.kind == "node":
             name = kill.node or self._rng.choice(sorted(set(timeline.nodes.values())))
             victims = timeline.ranks_on(name)
-            killed_at = self._cluster.kill_node(name)
-            what = f"SIGKILL to the whole of {name}: its agent, ranks {sorted(victims)} and every other process"
+            killed_at = self._cluster.kill_node(name, silent=self._silent)
+            how = "network cut and SIGKILL" if self._silent else "SIGKILL"
+            what = f"{how} to the whole of {name}: its agent, ranks {sorted(victims)} and every other process"
             return [injected("node", what, killed_at, victims)]
         rank = self._rng.choice(sorted(timeline.pids))
         killed_at = self._cluster.kill_process(timeline.pids[rank])
@@ -105,10 +107,15 @@ def injected(kind: str, what: str, t: float, victims: set[int]) -> Event:
 
 
 def train(
-    folder: Path, out: Path, steps: int, kills: list[Kill], rng: random.Random, say: Callable[[str], None]
+    folder: Path,
+    out: Path,
+    args: argparse.Namespace,
+    kills: list[Kill],
+    rng: random.Random,
+    say: Callable[[str], None],
 ) -> tuple[Timeline, list[str]]:
     """One run to its end. Returns what happened, and what was left behind. Raises DemoFailed."""
-    script = [str(HERE / "train_gpt.py"), "--steps", str(steps), "--out", str(out)]
+    script = [str(HERE / "train_gpt.py"), "--steps", str(args.steps), "--out", str(out)]
     for kill in kills:
         if kill.phase is not None:
             script += ["--kill", f"{kill.step}:{kill.rank}:{kill.phase}"]
@@ -117,8 +124,8 @@ def train(
     environ = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     shape = {"num_training": NUM_TRAINING, "num_spares": spares, "num_workers": NUM_WORKERS}
     timeline = Timeline(NUM_RANKS)
-    with Cluster(folder, script, **shape, environ=environ) as cluster:
-        executioner = Executioner(kills, cluster, out, rng)
+    with Cluster(folder, script, **shape, environ=environ, namespaces=args.namespaces) as cluster:
+        executioner = Executioner(kills, cluster, out, rng, silent=args.silent)
         began = heard = time.monotonic()
         while cluster.running():
             events = cluster.events.new()
@@ -190,8 +197,16 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--random", type=int, metavar="SEED", help="kill random processes at random moments")
     parser.add_argument("--steps", type=int, default=45)
+    parser.add_argument("--namespaces", action="store_true", help="each node in its own network and mounts (as root)")
+    parser.add_argument("--silent", action="store_true", help="cut a node's network before killing it (--namespaces)")
     parser.add_argument("--keep", action="store_true", help="do not delete the run's folder at the end")
     args = parser.parse_args()
+
+    refused = why_not() if args.namespaces else None
+    if args.silent and not args.namespaces:
+        refused = "--silent cuts a node's own network: it needs --namespaces, too"
+    if refused is not None:
+        parser.error(refused)
 
     def say(line: str) -> None:
         print(line, flush=True)
@@ -203,10 +218,10 @@ def main() -> int:
     compared, leftovers = Comparison(), ["a run that did not end"]
     try:
         say(f"{NUM_TRAINING} nodes of {NUM_WORKERS} workers train a GPT for {args.steps} steps, one node is spare")
-        faulted, left = train(folder / "faulted", folder / "faulted-out", args.steps, kills, rng, say)
+        faulted, left = train(folder / "faulted", folder / "faulted-out", args, kills, rng, say)
         failures = faulted.failures
         say("\nthe same training, undisturbed")
-        _, also_left = train(folder / "undisturbed", folder / "undisturbed-out", args.steps, [], rng, say)
+        _, also_left = train(folder / "undisturbed", folder / "undisturbed-out", args, [], rng, say)
         leftovers = left + also_left
         say("")
         compared = compare(folder / "faulted-out", folder / "undisturbed-out", NUM_RANKS)
