@@ -42,6 +42,7 @@ Layout, from the top down (a file imports only what stands above it):
     steps.py                the loop
     replicator.py           the public object
     worker/main.py          from fork to exit
+    agent/output.py         writing without making the agent wait
     agent/events.py         what happened, as JSON lines
     agent/template.py       the process workers are forked from
     agent/supervisor.py     the node's workers

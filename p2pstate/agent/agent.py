@@ -14,11 +14,13 @@ a verdict (finished, failed for good, or this node's own end), and then no proce
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from p2pstate.agent.events import EventLog
+from p2pstate.agent.output import Writer
 from p2pstate.agent.supervisor import Phase, Supervisor, WorkerProcess, describe_status
 from p2pstate.channel import Message
 from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY
@@ -58,10 +60,13 @@ class Agent:
         self._config = config
         self._job = job
         self._name = config.name
-        self.events = EventLog(config.name, job.run_dir, quiet=job.quiet)
+        self._writer = Writer()
+        self.events = EventLog(config.name, job.run_dir, self._writer, quiet=job.quiet)
         self._vault = Vault(config.name)
         self.node = Node(config, self)
-        self._supervisor = Supervisor(self.node, self, name=config.name, run_dir=job.run_dir, quiet=job.quiet)
+        self._supervisor = Supervisor(
+            self.node, self, self._writer, name=config.name, run_dir=job.run_dir, quiet=job.quiet
+        )
         self._view: View | None = None
         self._info: RoundInfo | None = None
         self._place: int | None = None
@@ -89,6 +94,13 @@ class Agent:
             self.node.close()
             self._vault.close()
             self.events.close()
+            self._writer.close()
+            if self._writer.num_lost_bytes:
+                lost, why = (
+                    self._writer.num_lost_bytes,
+                    self._writer.last_error or "it could not be written fast enough",
+                )
+                print(f"[{self._name}] {lost} bytes of logs and events were lost: {why}", file=sys.stderr)
         assert self.verdict is not None
         return self.verdict.code
 
@@ -190,9 +202,14 @@ class Agent:
     def on_worker_message(self, worker: WorkerProcess, message: Message) -> None:
         kind = message.pop("t")
         handler = getattr(self, f"_on_{kind}", None)
-        if handler is None:
-            raise AssertionError(f"a worker sent {kind!r}, which no agent knows")
-        handler(worker, **message)
+        try:
+            if handler is None:
+                raise ValueError(f"unknown message {kind!r}")
+            handler(worker, **message)
+        except (TypeError, ValueError, KeyError) as error:
+            # One broken worker must not take the node's vault with it.
+            self.events.emit("bad_message", f"pid {worker.pid} sent nonsense and is ended: {error}", pid=worker.pid)
+            self._supervisor.kill(worker)
 
     def on_worker_ended(self, worker: WorkerProcess, status: int) -> None:
         cause = describe_status(status)

@@ -1,45 +1,45 @@
 """What happened on this node, as JSON lines in the run directory and as sentences on the console.
 
-In: events. Out: ``events-<node>.jsonl`` (one object a line, flushed at once; never needed for recovery) and, unless
-quiet, one readable line per event on standard error. A full or unwritable disk costs the record, never the run: the
-first failure is reported, later ones are counted.
+In: events. Out: ``events-<node>.jsonl`` (one object a line; never needed for recovery) and, unless quiet, one readable
+line per event on standard error. A full, slow or unwritable disk costs the record, never the run.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
-from typing import IO, Any
+from typing import Any
+
+from p2pstate.agent.output import Writer
 
 __all__ = ["EventLog"]
 
+_STDERR = 2
+
 
 class EventLog:
-    def __init__(self, node: str, directory: str | None, *, quiet: bool) -> None:
+    """Raises OSError when the run directory cannot be made or written at start."""
+
+    def __init__(self, node: str, directory: str | None, writer: Writer, *, quiet: bool) -> None:
         self._node = node
         self._quiet = quiet
-        self._file: IO[str] | None = None
-        self.num_lost = 0
+        self._writer = writer
+        self._fd: int | None = None
         if directory is not None:
             os.makedirs(directory, exist_ok=True)
-            self._file = open(os.path.join(directory, f"events-{node}.jsonl"), "a", buffering=1)  # noqa: SIM115
+            path = os.path.join(directory, f"events-{node}.jsonl")
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def emit(self, event: str, sentence: str = "", **fields: Any) -> None:
         """Record one event; ``sentence`` is what a person reads."""
         if sentence and not self._quiet:
-            print(f"[{self._node}] {sentence}", file=sys.stderr, flush=True)
-        if self._file is None:
-            return
-        try:
-            self._file.write(json.dumps({"t": time.time(), "node": self._node, "event": event, **fields}) + "\n")
-        except OSError as error:
-            if self.num_lost == 0:
-                print(f"[{self._node}] events are no longer recorded: {error}", file=sys.stderr, flush=True)
-            self.num_lost += 1
+            self._writer.put(_STDERR, f"[{self._node}] {sentence}\n".encode())
+        if self._fd is not None:
+            line = json.dumps({"t": time.time(), "node": self._node, "event": event, **fields})
+            self._writer.put(self._fd, line.encode() + b"\n")
 
     def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        if self._fd is not None:
+            self._writer.put(self._fd, b"")
+            self._fd = None

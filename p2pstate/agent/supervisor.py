@@ -20,6 +20,7 @@ import sys
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from p2pstate.agent.output import Writer
 from p2pstate.channel import Channel, ChannelClosed, Message
 from rendezvous.node import Node
 
@@ -68,7 +69,10 @@ class Listener(Protocol):
 class Supervisor:
     """All callbacks come from the node's thread."""
 
-    def __init__(self, node: Node, listener: Listener, *, name: str, run_dir: str | None, quiet: bool) -> None:
+    def __init__(
+        self, node: Node, listener: Listener, writer: Writer, *, name: str, run_dir: str | None, quiet: bool
+    ) -> None:
+        self._writer = writer
         self._node = node
         self._listener = listener
         self._quiet = quiet
@@ -165,7 +169,8 @@ class Supervisor:
             number = self._next_id
             self._next_id += 1
             self._waiting[number] = (ours, {out_read: bytearray(), err_read: bytearray()})
-            message = {"t": "spawn", "id": number, "environ": dict(os.environ), "cwd": os.getcwd()}
+            environ = {name: value for name, value in os.environ.items() if name != "P2PSTATE_KEY"}
+            message = {"t": "spawn", "id": number, "environ": environ, "cwd": os.getcwd()}
             self._template.send(message, (theirs.fileno(), out_write, err_write))
             theirs.close()
             os.close(out_write)
@@ -245,7 +250,7 @@ class Supervisor:
         for fd in list(worker.outputs):
             self._close_output(worker, fd)
         if worker.log is not None:
-            os.close(worker.log)
+            self._writer.put(worker.log, b"")
             worker.log = None
 
     # -- output
@@ -272,7 +277,7 @@ class Supervisor:
                 self._close_output(worker, fd)
                 return
             if worker.log is not None:
-                os.write(worker.log, data)
+                self._writer.put(worker.log, data)
             pending += data
             end = pending.rfind(b"\n") + 1
             if not end and len(pending) > MAX_LINE_BYTES:
@@ -285,7 +290,7 @@ class Supervisor:
         if self._quiet and worker.log is not None:
             return
         prefix = f"[{worker.rank if worker.rank is not None else 'spare'}] ".encode()
-        os.write(2, b"".join(prefix + line for line in text.splitlines(keepends=True)))
+        self._writer.put(2, b"".join(prefix + line for line in text.splitlines(keepends=True)))
 
     def _close_output(self, worker: WorkerProcess, fd: int) -> None:
         if worker.outputs.pop(fd, None) is not None:

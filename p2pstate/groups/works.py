@@ -50,6 +50,11 @@ class EchoWork(Work):
     def result(self) -> Any:
         return self._future.value()
 
+    def source_rank(self) -> int:
+        return 0
+
+    _source_rank = source_rank  # torch calls it by either name
+
     def get_future(self) -> Future[Any]:
         return self._future
 
@@ -101,16 +106,19 @@ class GuardedWork(Work):
 
     def source_rank(self) -> int:
         try:
-            return int(self._work.source_rank())
+            return int(self._work._source_rank())
         except Exception as error:
             self._failed(error)
             return 0
 
+    _source_rank = source_rank  # torch calls it by either name
+
     def get_future(self) -> Future[Any]:
         if self._future is None:
             self._future = Future()
-            self._work.get_future().add_done_callback(self._settle_with)
+            # In this order: the callback runs at once when the operation has ended, and takes the other back.
             self._status.settle_later(self._settle)
+            self._work.get_future().add_done_callback(self._settle_with)
         return self._future
 
     def _settle_with(self, done: Future[Any]) -> None:
