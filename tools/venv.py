@@ -59,6 +59,14 @@ def constraints_without_torch(target):
     return path
 
 
+def lend(torch_dir, python):
+    """Let `python` find torch, and whatever lies beside it and was not installed here before, in `torch_dir`."""
+    where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    site_packages = subprocess.check_output(where, text=True).strip()
+    with open(os.path.join(site_packages, "lent_torch.pth"), "w") as out:
+        out.write(torch_dir + "\n")
+
+
 def run(*command):
     if subprocess.call(command, cwd=ROOT) != 0:
         refuse("this failed, see above: " + " ".join(command))
@@ -70,15 +78,14 @@ def main():
     torch_dir = suitable_torch()
     run(sys.executable, "-m", "venv", "--clear", target)
     python = os.path.join(target, "bin", "python")
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     constraints = os.path.join(ROOT, "constraints.txt")
     if torch_dir is not None:
         print(f"p2pstate: using the torch in {torch_dir}")
-        where = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
-        site_packages = subprocess.check_output(where, text=True).strip()
-        with open(os.path.join(site_packages, "lent_torch.pth"), "w") as out:
-            out.write(torch_dir + "\n")
         constraints = constraints_without_torch(target)
-    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", constraints, "-e", ".[dev]")
+        run(*pip, "-r", constraints)  # before lending, or pip would not make the commands of what it finds there
+        lend(torch_dir, python)
+    run(*pip, "-c", constraints, "-e", ".[dev]")
     run(python, "-c", "import torch, numpy, zmq, msgpack, xxhash, psutil")
     open(os.path.join(target, "ready"), "w").close()
 
