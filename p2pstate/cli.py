@@ -40,7 +40,10 @@ def p2prun(argv: Sequence[str] | None = None) -> int:
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    return agent.run()
+    code = agent.run()
+    if code != 0 and job.quiet and agent.verdict is not None:
+        print(f"p2prun: {agent.verdict.text}", file=sys.stderr)
+    return code
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ __all__ = [
     "EXIT_CONFIG",
     "EXIT_REPLACE",
     "EXIT_RETRY",
+    "EXIT_STATE_LOST",
     "ConfigError",
     "P2PStateError",
     "Retryable",
@@ -20,6 +21,7 @@ __all__ = [
 # Exit codes of p2prun and of workers, besides 0 (finished) and 1 (failed in user code).
 EXIT_RETRY = 75  # start again on this node
 EXIT_REPLACE = 76  # this node must not take part any more
+EXIT_STATE_LOST = 77  # no copy of some part of the training state is left
 EXIT_CONFIG = 78  # the run was described wrongly
 
 

@@ -1,8 +1,8 @@
 """From what the vaults hold to what every rank does next. Pure: every rank computes the same plan.
 
 In: the slot records of every live node's vault, who has which rank, what each rank says of itself, and which versions
-were resumed before. Out: a :class:`Plan` (the version, and for every rank where each part of its state comes from), or
-:class:`StartOver`. Either carries a sentence that says why.
+were resumed before. Out: a :class:`Plan` (the version, and for every rank where each part of its state comes from),
+:class:`StartOver` or :class:`StateLost`. Each carries a sentence that says why.
 
 Invariants: the version of a plan is whole (every shard has a complete copy on a live node that was not found corrupt,
 and some live node has all replicated parts); it is the newest such version; a version that an earlier round decided to
@@ -16,7 +16,9 @@ from dataclasses import dataclass
 
 from p2pstate.types import Part, RoundInfo, SlotRecord, Start, Version
 
-__all__ = ["Fetch", "Lineage", "Plan", "RankReport", "StartOver", "plan_recovery"]
+__all__ = ["Fetch", "Lineage", "Plan", "RankReport", "StartOver", "StateLost", "plan_recovery"]
+
+NOTHING_TO_LOSE_STEP = 1  # a run that has not got further than this starts anew without asking
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,13 @@ class StartOver:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class StateLost:
+    """Every copy of some part of the state is gone: nobody can go on, and starting anew would hide it."""
+
+    reason: str
+
+
 def plan_recovery(
     info: RoundInfo,
     reports: Mapping[int, RankReport],
@@ -76,15 +85,14 @@ def plan_recovery(
     lineage: Iterable[Lineage] = (),
     corrupt: frozenset[tuple[str, int]] = frozenset(),
     num_warm_steps_needed: int = 2,
-) -> Plan | StartOver:
+) -> Plan | StartOver | StateLost:
     """Decide what all ranks of ``info`` resume from.
 
     ``corrupt`` names (node, slot) pairs whose bytes did not match their digest: they are never used.
     """
     usable = _usable(info, records, lineage, corrupt)
     versions = sorted({record.version for record in usable if record.version}, reverse=True)
-    if not versions:
-        return StartOver(Start.FRESH, "no version of the training state is complete anywhere, so training starts anew")
+    newest = max([report.committed_step for report in reports.values()] + [version.step for version in versions])
     missing = ""
     for version in versions:
         found = [record for record in usable if record.version == version]
@@ -101,13 +109,15 @@ def plan_recovery(
                 f"rank {cold[0]} has done fewer than {num_warm_steps_needed} steps in its process, so wrappers such as "
                 f"DDP still change their layout: all workers start again and resume from memory at step {version.step}",
             )
-        newest = max((r.committed_step for r in reports.values()), default=version.step)
         fetches = [fetch for rank in range(info.world_size) for fetch in _fetches(info, rank, found)]
         reason = f"step {version.step} of round {version.epoch} is the newest that is whole"
         return Plan(
             version, tuple(fetches), max(0, newest - version.step), f"{reason}; {missing}" if missing else reason
         )
-    return StartOver(Start.FRESH, missing)
+    missing = missing or "no version of the training state is complete anywhere"
+    if newest > NOTHING_TO_LOSE_STEP:
+        return StateLost(f"training had come to step {newest}, and {missing}")
+    return StartOver(Start.FRESH, f"{missing}; training starts anew")
 
 
 def _usable(

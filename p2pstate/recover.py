@@ -24,19 +24,23 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError, ReduceOp
 
 from p2pstate.capture import read_image
-from p2pstate.errors import Retryable
+from p2pstate.errors import P2PStateError, Retryable
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.waiting import call, wait_collective
-from p2pstate.plan_recovery import Fetch, Lineage, Plan, RankReport, StartOver, plan_recovery
+from p2pstate.plan_recovery import Fetch, Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
 from p2pstate.replicate import receive_chunks, send_chunks
 from p2pstate.slots import Slot, digest_of
 from p2pstate.state import TrainingState
 from p2pstate.types import RoundInfo, SlotRecord, Version
 from p2pstate.worker.link import Link
 
-__all__ = ["Joined", "MustStartOver", "Phases", "join"]
+__all__ = ["Joined", "LostError", "MustStartOver", "Phases", "join"]
 
 _TAG = 100
+
+
+class LostError(P2PStateError):
+    """The plan says that some part of the state is gone."""
 
 
 class MustStartOver(Retryable):
@@ -84,8 +88,8 @@ def join(
 ) -> Joined:
     """Bring this process into ``info``.
 
-    Raises MustStartOver when no version can be resumed in place; Retryable, DistStoreError or RuntimeError when the
-    round ends or a member fails meanwhile: join the next round then.
+    Raises MustStartOver when no version can be resumed in place, LostError when there is none any more; Retryable,
+    DistStoreError or RuntimeError when the round ends or a member fails meanwhile: join the next round then.
     """
     assert registry.make_store is not None
     store = registry.make_store(info.epoch)
@@ -146,6 +150,8 @@ def _agree(
         plan = plan_recovery(info, reports, records, turns, corrupt)
         if isinstance(plan, StartOver):
             raise MustStartOver(plan)
+        if isinstance(plan, StateLost):
+            raise LostError(plan.reason)
         with phases.phase("verify"):
             bad = _verify(link, plan, me.rank, me.node, checked)
             store.set(f"verified/{attempt}/{me.rank}", msgpack.packb(sorted(bad)))

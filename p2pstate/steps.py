@@ -33,7 +33,7 @@ from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.groups.waiting import ABANDON_AFTER_S
 from p2pstate.plan_recovery import RankReport
-from p2pstate.recover import ROUND_FAILED, Joined, MustStartOver, Phases, join
+from p2pstate.recover import ROUND_FAILED, Joined, LostError, MustStartOver, Phases, join
 from p2pstate.replicate import Shipper
 from p2pstate.state import TrainingState
 from p2pstate.types import Start, Version
@@ -420,6 +420,8 @@ class Loop:
             except MustStartOver as error:
                 decision = error.decision
                 self._link.send("start_over", epoch=info.epoch, start=decision.start, reason=decision.reason)
+            except LostError as error:
+                self._link.send("state_lost", epoch=info.epoch, reason=str(error))
             except ROUND_FAILED as error:
                 if not self._link.is_aborted(info.epoch):
                     self._link.send("error", epoch=info.epoch, text=f"joining failed: {error}", training=False)

@@ -23,7 +23,7 @@ from p2pstate.agent.events import EventLog
 from p2pstate.agent.output import Writer
 from p2pstate.agent.supervisor import Phase, Supervisor, WorkerProcess, describe_status
 from p2pstate.channel import Message
-from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY
+from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY, EXIT_STATE_LOST
 from p2pstate.types import Part, RoundInfo, Start, Worker
 from p2pstate.vault import Vault, VaultFull
 from rendezvous.config import Config
@@ -278,6 +278,10 @@ class Agent:
             self._wants_round = reason
             self._abort(epoch, reason, tell_others=True)
             self.node.propose(reason)
+
+    def _on_state_lost(self, worker: WorkerProcess, epoch: int, reason: str) -> None:
+        if self._info is not None and epoch == self._info.epoch:
+            self._declare(EXIT_STATE_LOST, f"the training state is lost: {reason}")
 
     def _on_step(
         self, worker: WorkerProcess, step: int, seconds: float, protected: int | None, loss: float | None

@@ -3,8 +3,8 @@
 In: bytes for descriptors, from the node's thread. Out: the same bytes, in order, written by one thread of its own. A
 terminal that is stopped or a file system that hangs must not silence a node's heartbeats.
 
-Invariants: ``put`` returns at once; at most ``MAX_QUEUED_BYTES`` wait, what comes beyond is dropped and counted (with the
-last error, which the agent reports at its end); ``close`` waits a bounded time.
+Invariants: ``put`` returns at once; at most ``MAX_QUEUED_BYTES`` wait, what comes beyond is dropped and counted (with
+the last error, which the agent reports at its end); ``close`` waits a bounded time.
 """
 
 from __future__ import annotations

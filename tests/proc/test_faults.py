@@ -29,26 +29,36 @@ class Run:
     """A training run of 2 x 2 ranks under observation."""
 
     def __init__(
-        self, folder: Path, environ: dict[str, str], *args: str, spares: int = 0, steps: int = NUM_STEPS
+        self,
+        folder: Path,
+        environ: dict[str, str],
+        *args: str,
+        spares: int = 0,
+        steps: int = NUM_STEPS,
+        shape: tuple[int, int] = (2, 2),
     ) -> None:
         self.out = folder / "out"
         script = [TRAIN, "--out", str(self.out), "--steps", str(steps), *SMALL, *args]
         self.cluster = Cluster(
-            folder / "run", script, num_training=2, num_spares=spares, num_workers=2, environ=environ
+            folder / "run",
+            script,
+            num_training=shape[0],
+            num_spares=spares,
+            num_workers=shape[1],
+            environ=environ,
         )
-        self.events: list[dict[str, Any]] = []
+        self.history: list[dict[str, Any]] = []
+        self._seen = 0
 
     def wait_for(self, what: str, found: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-        """The first event (of those not yet waited for) that fits."""
+        """The first event that fits, of those after the one that was waited for before."""
         deadline = time.monotonic() + DEADLINE_S
         while time.monotonic() < deadline:
-            new = self.cluster.events.new()
-            for event in new:
-                self.events.append(event)
-            for index, event in enumerate(self.events):
-                if found(event):
-                    del self.events[: index + 1]
-                    return event
+            self.history += self.cluster.events.new()
+            while self._seen < len(self.history):
+                self._seen += 1
+                if found(self.history[self._seen - 1]):
+                    return self.history[self._seen - 1]
             time.sleep(0.01)
         raise AssertionError(f"no {what} within {DEADLINE_S:.0f} s\n{self.cluster.log_tails()}")
 
@@ -62,6 +72,10 @@ class Run:
             event = self.wait_for("worker_started", lambda e: e["event"] == "worker_started")
             found[event["rank"]] = event["pid"]
         return found
+
+    def all(self, kind: str) -> list[dict[str, Any]]:
+        self.history += self.cluster.events.new()
+        return [event for event in self.history if event["event"] == kind]
 
     def end(self) -> dict[str, int | None]:
         deadline = time.monotonic() + DEADLINE_S
@@ -154,9 +168,8 @@ def test_survivors_of_several_faults_keep_their_processes(start: Callable[..., R
     run = start("--kill", "6:1:forward", "--kill", "12:3:in_step", spares=1)
     before = run.pids()
     assert set(run.end().values()) == {0}
-    started = [e for e in run.events + run.cluster.events.new() if e["event"] == "worker_started"]
-    assert sorted(e["rank"] for e in started) == [1, 3]
-    assert len(before) == 4
+    replaced = [e["rank"] for e in run.all("worker_started") if before.get(e["rank"]) != e["pid"]]
+    assert sorted(replaced) == [1, 3]
     assert_identical(run, expected)
 
 
@@ -180,6 +193,23 @@ def test_node_lost_without_a_spare_ends_the_run_with_the_reason(tmp_path: Path, 
     assert nodes[1].returncode == 75, stderr
     assert "--spare-wait" in stderr
     nodes[0].communicate(timeout=DEADLINE_S)
+
+
+def test_rank_and_its_buddy_lost_end_the_run_with_what_is_lost(start: Callable[..., Run]) -> None:
+    """Four nodes in pairs: losing two that are not partners is survived, losing two partners is not, and is said."""
+    run = start(spares=4, steps=100000, shape=(4, 1))
+    run.wait_step(5)
+    places = run.all("view")[-1]["places"]
+    for name in (places[0], places[2]):
+        run.cluster.kill_node(name)
+    resumed = run.wait_for("recovery", lambda e: e["event"] == "recovery" and e["rank"] in (0, 2))
+    assert resumed["source"] == "buddy"
+    run.wait_step(resumed["version"][1] + 5, rank=1)
+    for name in max(run.all("view"), key=lambda e: e["epoch"])["places"][:2]:
+        run.cluster.kill_node(name)
+    codes = run.end()
+    assert set(codes.values()) == {77}, f"{codes}\n{run.cluster.log_tails()}"
+    assert "no live node has shard" in run.cluster.log_tails()
 
 
 def test_signal_to_every_agent_ends_the_run_at_once(start: Callable[..., Run]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from p2pstate.plan_recovery import Lineage, Plan, RankReport, StartOver, plan_recovery
+from p2pstate.plan_recovery import Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
 from p2pstate.types import Part, RoundInfo, SlotRecord, Start, Version, Worker
 
 INFO = RoundInfo(
@@ -83,7 +83,7 @@ def test_plan_prefers_a_later_round_over_a_later_step() -> None:
 def test_plan_with_replicated_parts_needs_all_of_them_on_one_node() -> None:
     owns = [own(rank, node, V7, num_rep=2) for rank, holders in BOTH.items() for node in holders]
     split = plan_recovery(INFO, reports(), [*owns, rep(0, "n0", V7), rep(1, "n1", V7)])
-    assert isinstance(split, StartOver)
+    assert isinstance(split, StateLost)
     plan = plan_recovery(INFO, reports(newcomers=(0, 1)), [*owns, rep(0, "n1", V7), rep(1, "n1", V7)])
     assert isinstance(plan, Plan)
     assert [f.sender for f in plan.of(0) if f.part.kind == "rep"] == [2, 2]
@@ -101,6 +101,18 @@ def test_plan_without_any_version_starts_over() -> None:
     decision = plan_recovery(INFO, reports(committed=0), [])
     assert isinstance(decision, StartOver)
     assert decision.start == Start.FRESH
+
+
+def test_plan_without_a_copy_of_a_shard_does_not_start_anew_but_says_what_is_lost() -> None:
+    records = [r for r in everywhere(V6) + everywhere(V7) if r.part != Part.own(1)]
+    decision = plan_recovery(INFO, reports(newcomers=(0, 1)), records)
+    assert isinstance(decision, StateLost)
+    assert "no live node has shard 1" in decision.reason
+    assert "step 7" in decision.reason
+
+
+def test_plan_with_all_vaults_empty_is_lost_if_anybody_remembers_a_step() -> None:
+    assert isinstance(plan_recovery(INFO, reports(committed=9, newcomers=(0, 1)), []), StateLost)
 
 
 def test_plan_for_survivors_that_are_not_warm_restarts_all_from_memory() -> None:
