@@ -67,7 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--nnodes", default="1", metavar="N or MIN:MAX", help="training nodes")
     run.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="workers per node")
     run.add_argument("--spares", type=int, default=0, metavar="N", help="spare nodes the first view waits for")
-    run.add_argument("--witnesses", type=int, default=0, metavar="N", help="witnesses the first view counts on")
     run.add_argument("--run-dir", metavar="DIR", help="where events and logs go (one file per node)")
     net = parser.add_argument_group("the network")
     net.add_argument("--contacts", default="", metavar="LIST", help="host:port,... of nodes to ask; any one suffices")
@@ -103,7 +102,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         raise ValueError(f"there is no script {options.script!r} here ({os.getcwd()}); -m runs a module")
     contacts = tuple(part.strip() for part in options.contacts.split(",") if part.strip())
     num_nodes = int(low)
-    if not contacts and num_nodes + options.spares + options.witnesses > 1:
+    if not contacts and num_nodes + options.spares > 1:
         raise ValueError("--contacts is missing: list host:port of some nodes of this run (this one may be among them)")
     config = Config.from_env(
         run_id=options.run_id,
@@ -116,7 +115,6 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         num_nodes_min=num_nodes,
         num_nodes_max=num_nodes,
         num_spares_expected=options.spares,
-        num_witnesses_expected=options.witnesses,
         preset=options.preset,
         key=_read_key(options.key_file),
         insecure=options.insecure,
