@@ -10,7 +10,7 @@ Limits: nothing is written to disk: a restarted agent is a new incarnation and h
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -50,7 +50,7 @@ class Decider(Protocol):
 
 @dataclass(slots=True)
 class Proposal:
-    """An own ballot under way. `view` is None in the first phase."""
+    """An own ballot under way. `view` is None in the first phase; `collected`: the time for late ballots is over."""
 
     ballot: Ballot
     started_s: float
@@ -58,6 +58,7 @@ class Proposal:
     promises: dict[MemberKey, Promise] = field(default_factory=dict)
     votes: set[MemberKey] = field(default_factory=set)
     view: View | None = None
+    collected: bool = False
 
 
 class Agreement:
@@ -68,6 +69,7 @@ class Agreement:
         membership: Membership,
         sizes: Sizes,
         timing: Timing,
+        rejoins: bool,
         decider: Decider,
         learn: Callable[[View, float], None],
         rng: random.Random,
@@ -76,6 +78,7 @@ class Agreement:
         self._membership = membership
         self._sizes = sizes
         self._timing = timing
+        self._rejoins = rejoins
         self._decider = decider
         self._learn = learn
         self._rng = rng
@@ -84,7 +87,7 @@ class Agreement:
         self.abstains = False
         self.highest_seen_epoch = 0
         self.promised: Ballot | None = None
-        self.accepted: Accepted | None = None
+        self.last_accepted: Accepted | None = None
         self.proposal: Proposal | None = None
         self._highest_number = 0
         self.retry_s = 0.0
@@ -95,6 +98,12 @@ class Agreement:
         return self.view.epoch if self.view else 0
 
     @property
+    def accepted(self) -> Accepted | None:
+        """What was accepted for the epoch that is being decided."""
+        held = self.last_accepted
+        return held if held is not None and held.view.epoch == self.epoch + 1 else None
+
+    @property
     def me(self) -> MemberKey:
         return self._membership.me.key
 
@@ -102,25 +111,25 @@ class Agreement:
         """A decision became known: everything about older epochs is void."""
         assert view.epoch > self.epoch, "an epoch is decided once"
         self.view = view
-        self.promised = self.accepted = self.proposal = self.blocked_at = None
+        self.promised = self.proposal = self.blocked_at = None
         self.retry_s = 0.0
 
     def is_voter(self) -> bool:
         """May this incarnation vote on the next epoch? Not while it knows that it missed a decision."""
         if self.abstains or self.highest_seen_epoch > self.epoch:
             return False
-        return self.view is None or self.me in self.view.keys
+        return not self._rejoins if self.view is None else self.me in self.view.keys
 
     def voters(self) -> list[Record]:
         """Others whose votes count, except those that are proven to be gone."""
         records = self._membership.others()
         keys = self.view.keys if self.view else None
-        return [record for record in records if not record.ended and (keys is None or record.member.key in keys)]
+        return [r for r in records if r.status <= Status.LEFT and (keys is None or r.member.key in keys)]
 
     # -- proposer ---------------------------------------------------------------------------------------------------
 
-    def propose(self, reasons: Callable[[], list[str]], now: float) -> None:
-        """Start a ballot. `reasons` is asked again when the promises are there: they may have vanished by then."""
+    def propose(self, reasons: Callable[[Container[MemberKey]], list[str]], now: float) -> None:
+        """Start a ballot. `reasons` is asked again, with the members that answered, when the promises are there."""
         self._reasons = reasons
         self._highest_number += 1
         self.proposal = Proposal(Ballot(self._highest_number, self.me), now, now)
@@ -132,6 +141,7 @@ class Agreement:
         if proposal is None:
             return
         if proposal.view is None:
+            proposal.collected = now >= proposal.started_s + self._timing.collect_s
             self._maybe_accept_phase(now)
         if self.proposal is proposal and now >= proposal.started_s + self._timing.attempt_s:
             num_votes = len(proposal.votes if proposal.view else self._promise_votes(proposal))
@@ -143,7 +153,11 @@ class Agreement:
     def next_deadline_s(self) -> float:
         if self.proposal is None:
             return float("inf")
-        return min(self.proposal.resend_s, self.proposal.started_s + self._timing.collect_s)
+        proposal = self.proposal
+        due_s = min(proposal.resend_s, proposal.started_s + self._timing.attempt_s)
+        if proposal.view is None and not proposal.collected:
+            due_s = min(due_s, proposal.started_s + self._timing.collect_s)
+        return due_s
 
     def _send_requests(self, now: float) -> None:
         proposal = self.proposal
@@ -152,7 +166,8 @@ class Agreement:
         epoch = self.epoch + 1
         if proposal.view is None:
             request: Message = Prepare(epoch, proposal.ballot)
-            missing = [r for r in self._membership.others() if not r.ended and r.member.key not in proposal.promises]
+            others = self._membership.others()
+            missing = [r for r in others if r.status <= Status.LEFT and r.member.key not in proposal.promises]
             own_missing = self.me not in proposal.promises
         else:
             request = Accept(epoch, proposal.ballot, proposal.view)
@@ -172,7 +187,7 @@ class Agreement:
 
     def _has_quorum(self, votes: set[MemberKey]) -> bool:
         known = self._membership.records
-        return has_quorum(self.view, votes, self._membership.gone(), known, self._sizes)
+        return has_quorum(self.view, votes, self._membership.gone(), self._membership.fenced(), known, self._sizes)
 
     def _maybe_accept_phase(self, now: float) -> None:
         """With a quorum of promises, and every live member's ballot or its time over: choose the value, ask for
@@ -192,14 +207,20 @@ class Agreement:
         proposal.started_s = now
         self._send_requests(now)
 
+    @staticmethod
+    def _adopted(proposal: Proposal) -> View | None:
+        """The value that may have been decided already: of all accepted ones, that with the highest ballot."""
+        held = [p.accepted for p in proposal.promises.values() if p.votes and p.accepted is not None]
+        return max(held, key=lambda accepted: accepted.ballot).view if held else None
+
     def _choose(self, proposal: Proposal, now: float) -> View | None:
         """The value to ask votes for: one that may have been decided already, else a planned one."""
-        held = [p.accepted for p in proposal.promises.values() if p.votes and p.accepted is not None]
-        if held:
-            return max(held, key=lambda accepted: accepted.ballot).view
-        reasons = self._reasons()
+        adopted = self._adopted(proposal)
+        if adopted is not None:
+            return adopted
+        reasons = self._reasons(proposal.promises)
         if not reasons:
-            self.proposal = None
+            self._give_up(now)
             return None
         records = self._membership.records.values()
         usable = [r.member for r in records if r.live or (not r.ended and r.member.key in proposal.promises)]
@@ -262,7 +283,7 @@ class Agreement:
             self._reply(sender, Reject(message.epoch, message.ballot, self.promised), now)
             return
         self.promised = message.ballot
-        self.accepted = Accepted(message.ballot, message.view)
+        self.last_accepted = Accepted(message.ballot, message.view)
         self._reply(sender, AcceptedVote(message.epoch, message.ballot), now)
 
     def _on_answer(

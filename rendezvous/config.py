@@ -88,6 +88,8 @@ class Config:
     may name this node itself. `host_owned=None` means: yes, unless `advertise` names another host than `bind`.
     The first view needs the votes of a majority of num_nodes_max + num_spares_expected + num_witnesses_expected
     members.
+    `rejoin` says that this agent replaces one that was in the run before: it waits to be taken in and has no vote in a
+    first view, because its predecessor may have given it already.
     Raises ValueError, naming the field, for what cannot work.
     """
 
@@ -108,6 +110,7 @@ class Config:
     failure_s: float = PRESETS["default"][1]
     key: bytes | None = field(default=None, repr=False)
     insecure: bool = False
+    rejoin: bool = False
     host_owned: bool | None = None
     incarnation: int | None = None
 

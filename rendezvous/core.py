@@ -106,6 +106,9 @@ class AssumeDead:
 Event: TypeAlias = Received | Tick | ConnectionLost | Dialed | Contacts | Propose | Declare | Leave | AssumeDead
 
 
+_MAX_SAID = 256
+
+
 class Oracle(Decider, Protocol):
     """What the core asks of the application, synchronously."""
 
@@ -125,7 +128,7 @@ class Core:
         sizes = Sizes(config.num_nodes_min, config.num_nodes_max, config.max_size)
         self.membership = Membership(me, self._out, now)
         self.detector = Detector(self.membership, timing, self._beat, rng, self._out, now)
-        self.agreement = Agreement(self.membership, sizes, timing, oracle, self._install, rng, self._out)
+        self.agreement = Agreement(self.membership, sizes, timing, config.rejoin, oracle, self._install, rng, self._out)
         self.motives = Motives(self.membership, self.agreement, config, self._out, now)
         self.verdict: Verdict | None = None
         self.view: View | None = None  # the newest view that contains this node
@@ -136,7 +139,7 @@ class Core:
         self._join_interval_s = timing.probe_interval_s
         self._next_sync_s = now + timing.sync_interval_s
         self._introduced_s: dict[str, float] = {}
-        self._waiting = ""
+        self._said: set[str] = set()
         self.num_foreign = 0
 
     @property
@@ -153,10 +156,14 @@ class Core:
         return self.newest.nonce if self.newest else ""
 
     def next_deadline_s(self) -> float:
-        regular = self._last_tick_s + self._timing.probe_interval_s / 2
-        return min(
-            regular, self.detector.next_deadline_s(), self.agreement.next_deadline_s(), self.motives.next_deadline_s()
-        )
+        """When the next Tick is due. What is overdue then is dealt with by that Tick, so the node never spins."""
+        times = [self._last_tick_s + self._timing.probe_interval_s / 2, self.detector.next_deadline_s()]
+        if self._may_propose():
+            times += [self.agreement.next_deadline_s(), self.motives.next_deadline_s()]
+        return min(times)
+
+    def _may_propose(self) -> bool:
+        return self.verdict is None and not self._evicted and not self.membership.own.ended
 
     def step(self, event: Event, now: float) -> list[Effect]:
         """Handle one event. Never blocks and never fails on what others sent."""
@@ -178,20 +185,31 @@ class Core:
                 self._end(event.verdict)
             case Leave():
                 self.membership.leave(event.reason)
+                self.agreement.proposal = None
             case AssumeDead():
                 self._assume_dead(event, now)
-        self.agreement.abstains = self._evicted or self.membership.own.ended
-        if self.verdict is None and not self.agreement.abstains:
+        self._notice_eviction()
+        self.agreement.abstains = self._evicted or self.membership.own.status >= Status.GONE
+        if self._may_propose():
             self.motives.act(now)
         return self._drain()
+
+    def _notice_eviction(self) -> None:
+        """Out is who is missing in a view newer than one it was in, or is told that others count it as gone."""
+        newest = self.newest
+        if newest is None or self._evicted or self.me.key in newest.keys:
+            return
+        if self.view is not None or self.membership.own.status >= Status.GONE:
+            self._evicted = True
+            self._out.put(Evicted(newest))
 
     def _drain(self) -> list[Effect]:
         effects: list[Effect] = []
         for effect in self._out.drain():
             if isinstance(effect, Waiting):
-                if effect.reason == self._waiting:
+                if effect.reason in self._said or len(self._said) >= _MAX_SAID:
                     continue
-                self._waiting = effect.reason
+                self._said.add(effect.reason)
             effects.append(effect)
         return effects
 
@@ -201,11 +219,10 @@ class Core:
         gap_s, self._last_tick_s = now - self._last_tick_s, now
         if gap_s > self._timing.stall_s:
             self.detector.postpone(gap_s, now)
-        if self.membership.own.status is Status.LEFT:
-            return
         self.detector.tick(now)
-        self.agreement.tick(now)
-        if now >= self._next_join_s:
+        if self._may_propose():
+            self.agreement.tick(now)
+        if now >= self._next_join_s and not self._evicted:
             self._join(now)
         if now >= self._next_sync_s:
             self._next_sync_s = now + self._timing.sync_interval_s
@@ -265,7 +282,7 @@ class Core:
             return
         record.heard_s = now
         if record.ended:
-            self._answer_ended(record, envelope)
+            self._answer_ended(record, envelope, now)
             return
         self._dispatch(record, envelope, now)
 
@@ -296,9 +313,11 @@ class Core:
             case _:
                 raise AssertionError(f"{type(message).__name__} was not expected here")
 
-    def _answer_ended(self, record: Record, envelope: Envelope) -> None:
+    def _answer_ended(self, record: Record, envelope: Envelope, now: float) -> None:
         """A member that is out still asks: tell it what it is thought to be and the newest view, so that it stops."""
         message = envelope.message
+        if record.status is Status.LEFT and isinstance(message, Promise | AcceptedVote | Reject):
+            self.agreement.receive(record.member, message, now)
         if isinstance(message, Ping):
             self.detector.on_ping(record, message)
         if self.newest is not None and isinstance(message, Ping | ViewWanted | Prepare | Accept | StoreCall):
@@ -311,6 +330,7 @@ class Core:
         if known is not None and known.ended:
             if self.newest is not None:
                 self._out.send(member, Decided(self.newest))
+            self._out.send(member, Gossip((known.update(),)))
             self._out.send(member, JoinRefused(f"this incarnation is out ({known.reason}); start the agent anew"))
             return
         namesakes = [r for r in self.membership.records.values() if r.member.name == member.name and not r.ended]
@@ -389,7 +409,7 @@ class Core:
         decided_here = proposal is not None and proposal.view is view
         self.agreement.install(view)
         self.motives.reset(now)
-        self._waiting = ""
+        self._said.clear()
         for member in view.members:
             if member.key not in self.membership.records:
                 self.membership.apply(Update(member, Status.ALIVE, 0, "", False, member.name), now)
@@ -405,9 +425,6 @@ class Core:
         self._out.put(Installed(view, is_member))
         if is_member:
             self.view = view
-        elif self.view is not None and not self._evicted:
-            self._evicted = True
-            self._out.put(Evicted(view))
 
     def _end(self, verdict: Verdict) -> None:
         if self.verdict is None:
@@ -418,8 +435,8 @@ class Core:
 
     def _assume_dead(self, event: AssumeDead, now: float) -> None:
         for record in list(self.membership.others()):
-            if record.member.name == event.name and not record.ended:
-                self.membership.judge(record.member.key, Status.GONE, event.reason, now, proof=True)
+            if record.member.name == event.name and record.status is not Status.FENCED:
+                self.membership.judge(record.member.key, Status.FENCED, event.reason, now, proof=True)
                 self._out.put(Forget(record.member.address))
 
     def members(self) -> Mapping[MemberKey, Record]:

@@ -204,7 +204,7 @@ class Detector:
                 continue
             elif probe.asked_others:
                 del self._probes[seq]
-                reason = f"no answer for {now - max(record.heard_s, probe.sent_s):.2f} s"
+                reason = f"no answer to a probe for {now - probe.sent_s:.2f} s"
                 self._membership.judge(probe.target, Status.SUSPECT, reason, now)
             else:
                 probe.asked_others = True

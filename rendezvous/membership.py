@@ -2,8 +2,9 @@
 
 Flows in: updates (own judgements and gossip), with the time. Flows out: the table, `Changed` effects, updates to
 gossip.
-Invariants: LEFT and GONE are for ever; otherwise the higher refutation number wins and at equal numbers the worse
-status; only a member itself raises its refutation number. So tables that saw the same updates in any order are equal.
+Invariants: LEFT, GONE and FENCED are for ever and only get worse; otherwise the higher refutation number wins and at
+equal numbers the worse status; only a member itself raises its refutation number. So tables that saw the same updates
+in any order are equal.
 Limits: records of gone members are kept (late gossip must not revive them), at most MAX_GONE of them.
 """
 
@@ -27,6 +28,7 @@ _CHANGES = {
     Status.DEAD: Change.DEAD,
     Status.LEFT: Change.LEFT,
     Status.GONE: Change.DEAD,
+    Status.FENCED: Change.DEAD,
 }
 
 
@@ -91,8 +93,12 @@ class Membership:
         return sum(record.live for record in self.records.values())
 
     def gone(self) -> frozenset[MemberKey]:
-        """Members that certainly never act again, as far as is proven; they have no vote."""
+        """Members that certainly never propose again, as far as is proven."""
         return frozenset(key for key, record in self.records.items() if record.ended and record.proof)
+
+    def fenced(self) -> frozenset[MemberKey]:
+        """Members whose votes are not missed because somebody outside vouches for their end."""
+        return frozenset(key for key, record in self.records.items() if record.status is Status.FENCED)
 
     def at(self, address: str) -> list[Record]:
         return [record for record in self.others() if record.member.address == address and not record.ended]
@@ -122,7 +128,7 @@ class Membership:
             self.records[key] = record
             if not record.ended:
                 self._changed(record, Change.JOINED)
-        elif record.ended or not self._newer(update, record):
+        elif not self._newer(update, record):
             return self._confirms(update, record) and self._spread(record, first_hand)
         else:
             before = record.status
@@ -131,7 +137,8 @@ class Membership:
             if before is update.status:
                 return self._spread(record, first_hand)
             record.since_s = now
-            self._changed(record, _CHANGES[update.status])
+            if before < Status.LEFT:
+                self._changed(record, _CHANGES[update.status])
         record.suspicion = Suspicion(now, {update.origin}) if record.status is Status.SUSPECT else None
         self.version += 1
         return self._spread(record, first_hand)
@@ -144,7 +151,7 @@ class Membership:
         )
 
     def leave(self, reason: str) -> None:
-        """Announce the own departure; afterwards this node has no part in any decision."""
+        """Announce the own departure. This node still votes, so that the others can decide to go on without it."""
         self._own.status, self._own.reason, self._own.proof = Status.LEFT, reason, True
         self._spread(self._own, True)
 
@@ -163,10 +170,10 @@ class Membership:
         return [r.member for k, r in self.records.items() if r.live and r.member.role is role and k not in members]
 
     def _about_myself(self, update: Update) -> bool:
-        if self._own.ended or update.status is Status.ALIVE:
+        if update.status is Status.ALIVE or update.status <= self._own.status:
             return False
         if update.status >= Status.LEFT:
-            self._own.status, self._own.reason = Status.GONE, update.reason
+            self._own.status, self._own.reason = max(self._own.status, update.status), update.reason
             return True
         if update.refutation >= self._own.refutation:
             self._own.refutation = update.refutation + 1
@@ -176,8 +183,8 @@ class Membership:
 
     @staticmethod
     def _newer(update: Update, record: Record) -> bool:
-        if update.status >= Status.LEFT:
-            return True
+        if update.status >= Status.LEFT or record.ended:
+            return update.status > record.status
         return (update.refutation, update.status) > (record.refutation, record.status)
 
     @staticmethod

@@ -8,6 +8,8 @@ proposes at once, the n-th n staggers later; only members of the newest view pro
 
 from __future__ import annotations
 
+from collections.abc import Container
+
 from rendezvous.agreement import Agreement
 from rendezvous.config import Config
 from rendezvous.effects import Outbox, Waiting
@@ -63,7 +65,8 @@ class Motives:
         self._since_s = None
 
     def next_deadline_s(self) -> float:
-        if self._since_s is None or self._agreement.proposal is not None or self._blocked():
+        idle = self._since_s is None or self._agreement.proposal is not None or self._blocked()
+        if idle or not self._agreement.is_voter():
             return float("inf")
         return max(self._turn_s(), self._agreement.retry_s)
 
@@ -83,8 +86,8 @@ class Motives:
         if may_start and now >= max(self._turn_s(), self._agreement.retry_s):
             self._agreement.propose(self.reasons, now)
 
-    def reasons(self) -> list[str]:
-        """Everything that speaks for a new view now, as sentences; empty: nothing does."""
+    def reasons(self, answered: Container[MemberKey] = ()) -> list[str]:
+        """What speaks for a new view now, as sentences; empty: nothing does. Who just `answered` is not silent."""
         view = self._agreement.view
         if view is None:
             return self._first_view_reasons()
@@ -94,7 +97,7 @@ class Motives:
             record = records.get(member.key)
             if record is not None and record.status is Status.LEFT:
                 found.append(f"{member.name} left: {record.reason}")
-            elif record is not None and not record.live:
+            elif record is not None and not record.live and (record.ended or member.key not in answered):
                 found.append(f"{member.name} is dead: {record.reason}")
         found += [f"{member.name} joined" for member in self._settled_candidates(view.keys)]
         return found

@@ -112,10 +112,10 @@ class Member:
     num_workers: int = 1
     labels: Mapping[str, str] = field(default_factory=dict, hash=False)
     host_owned: bool = True
+    key: MemberKey = field(init=False, repr=False, compare=False)
 
-    @property
-    def key(self) -> MemberKey:
-        return MemberKey(self.name, self.incarnation)
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", MemberKey(self.name, self.incarnation))
 
     def to_plain(self) -> list[Any]:
         return [
@@ -162,15 +162,15 @@ class View:
     witnesses: tuple[Member, ...]
     reason: str
     data: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    keys: frozenset[MemberKey] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keys", frozenset(member.key for member in self.members))
 
     @property
     def members(self) -> tuple[Member, ...]:
         """Everybody in the view, in the order in which members step in as proposers."""
         return self.places + self.spares + self.witnesses
-
-    @property
-    def keys(self) -> frozenset[MemberKey]:
-        return frozenset(member.key for member in self.members)
 
     def place_of(self, key: MemberKey) -> int | None:
         """The index of `key` among the places, or None."""

@@ -42,22 +42,23 @@ def has_quorum(
     view: View | None,
     votes: AbstractSet[MemberKey],
     gone: AbstractSet[MemberKey],
+    fenced: AbstractSet[MemberKey],
     known: Collection[MemberKey],
     sizes: Sizes,
 ) -> bool:
     """May `votes` decide the epoch after `view`?
 
-    After a view: a majority of its members; or exactly half of them (a tie) when all the others are proven dead. Not
-    fewer, even if the rest is proven dead: while this side was cut off, the rest may have gone on with new members
-    before it died. Two such sets always share a member: two majorities do; and the other half of a tie is dead for
-    ever.
+    After a view: a majority of its members that are not fenced; or exactly half of them (a tie) when all the others
+    are proven dead. Not fewer, even if the rest is proven dead: while this side was cut off, the rest may have gone on
+    with new members before it died. Two such sets always share a member: two majorities do; and the other half of a
+    tie is dead for ever.
     """
     if view is None:
         names = {key.name for key in votes}
         num_replaced = len(set(known) | votes) - len({key.name for key in known} | names)
         needed = max(sizes.max_size, len({key.name for key in known} | names))
         return 2 * len(names) > needed + num_replaced or len(names) >= needed
-    voters = view.keys
+    voters = view.keys - fenced
     counted = votes & voters
     if 2 * len(counted) > len(voters):
         return True
@@ -87,7 +88,10 @@ def plan_view(previous: View | None, usable: Sequence[Member], sizes: Sizes) -> 
     by_key = {member.key: member for member in usable}
     old_places = previous.places if previous else ()
     before = previous.keys if previous else frozenset()
-    nodes = [m for m in usable if m.role is Role.NODE and m.key not in before]
+    # A restarted agent waits until its predecessor is known to be dead: one name, one member.
+    taken = {m.name for m in usable if m.key in before}
+    fresh = [m for m in usable if m.key not in before and m.name not in taken]
+    nodes = [m for m in fresh if m.role is Role.NODE]
     if previous is None:
         nodes.sort(key=lambda m: (natural(m.name), m.key))
     else:
@@ -106,9 +110,7 @@ def plan_view(previous: View | None, usable: Sequence[Member], sizes: Sizes) -> 
         return _shortage(sizes.num_nodes_min, num_survivors, pool, num_workers, previous)
     spares = tuple(m for m in pool if m not in places)
     old_witnesses = [m for m in (previous.witnesses if previous else ()) if m.key in by_key]
-    new_witnesses = sorted(
-        (m for m in usable if m.role is Role.WITNESS and m.key not in before), key=lambda m: (m.incarnation, m.name)
-    )
+    new_witnesses = sorted((m for m in fresh if m.role is Role.WITNESS), key=lambda m: (m.incarnation, m.name))
     moved = [m.key for m in places] != [m.key for m in old_places]
     return Plan(places, spares, (*old_witnesses, *new_witnesses), moved)
 

@@ -48,8 +48,9 @@ class Status(enum.IntEnum):
     ALIVE = 0
     SUSPECT = 1
     DEAD = 2  # silent for too long: may still refute, keeps its vote
-    LEFT = 3  # said good-bye: for ever
+    LEFT = 3  # said good-bye, for ever: proposes nothing more, votes as long as it is there
     GONE = 4  # proven dead, or voted out: for ever
+    FENCED = 5  # gone, and somebody outside guarantees that nothing it began goes on: its vote is not missed
 
 
 @dataclass(frozen=True, slots=True)

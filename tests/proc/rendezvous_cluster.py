@@ -61,7 +61,7 @@ class Process:
 
 class Cluster:
     def __init__(self, **defaults: Any) -> None:
-        self.defaults = {"run_id": "test", "preset": "local", "first_view_last_call_s": 0.2, **defaults}
+        self.defaults = {"run_id": "test", "preset": "local", "first_view_last_call_s": 20.0, **defaults}
         self.processes: list[Process] = []
 
     def start(self, name: str, **arguments: Any) -> Process:

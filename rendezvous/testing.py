@@ -1,0 +1,442 @@
+"""A simulated network for the real protocol core: seeded, with a manual clock, and faults written as data.
+
+Flows in: a seed, members, a schedule of faults. Flows out: the same run every time; `InvariantViolation` at the first
+event after which something that must never happen has happened.
+Invariants checked after every event: one view for each epoch; views only move forward; a decision was accepted by at
+least half of the incarnations of the view before it, or half of the expected names for the first; survivors keep their
+places and the round tells truly whether they did; no name twice in a view.
+Limits: messages are handed over as values (wire.py is tested by itself). Clocks run at one speed.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rendezvous import core as protocol
+from rendezvous import effects as out
+from rendezvous.config import Config, Timing
+from rendezvous.types import Member, MemberKey, Role, View
+from rendezvous.wire import AcceptedVote, Ballot, Envelope, Promise
+
+
+class InvariantViolation(AssertionError):
+    """Something that must never happen happened; the text has seed, schedule and the last events."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`kind` happens at `at_s` to `who`.
+
+    crash, restart, pause, resume, leave, propose (who: a name); cut (who: the names of one side, "a,b", or of both,
+    "a|b,c"), cut_one_way (from the first name to all others), heal; ambush (the next node that completes a
+    decision loses what it then sends and is cut off), ambush_crash (it crashes instead); loss (amount: share of
+    messages lost), calm.
+    """
+
+    at_s: float
+    kind: str
+    who: str = ""
+    amount: float = 0.0
+
+
+_RANDOM_KINDS = (
+    "crash",
+    "crash",
+    "pause",
+    "cut",
+    "cut",
+    "cut_one_way",
+    "loss",
+    "loss",
+    "propose",
+    "propose",
+    "leave",
+    "ambush",
+    "ambush_crash",
+)
+_ENDS = {"crash": "restart", "pause": "resume", "cut": "heal", "cut_one_way": "heal", "ambush": "heal", "loss": "calm"}
+
+
+def random_schedule(rng: random.Random, names: Sequence[str], until_s: float, num_faults: int) -> tuple[Fault, ...]:
+    """Faults at random times, often several within one decision; all but crashes and departures end by `until_s`."""
+    faults: list[Fault] = []
+    at_s = rng.uniform(0.0, until_s)
+    for _ in range(num_faults):
+        # A decision takes some 50 ms: the next fault hits the same one, or comes at any time.
+        at_s = min(until_s, at_s + rng.expovariate(40.0)) if rng.random() < 0.7 else rng.uniform(0.0, until_s)
+        kind = rng.choice(_RANDOM_KINDS)
+        end_s = min(until_s, at_s + rng.expovariate(2.0 if rng.random() < 0.5 else 20.0))
+        who = rng.choice(names)
+        if kind in ("cut", "cut_one_way"):
+            who = ",".join(rng.sample(list(names), rng.randint(1, max(1, len(names) // 2))))
+        faults.append(Fault(at_s, kind, who, rng.uniform(0.05, 0.8)))
+        end = _ENDS.get(kind)
+        if end is not None and (end != "restart" or rng.random() < 0.7):
+            faults.append(Fault(end_s, end, who if end in ("restart", "resume") else ""))
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+class _Application:
+    """Answers for a simulated member; wants a new round now and then, as a real one does."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+
+    def ballot(self) -> dict[str, Any]:
+        return {"draw": self._rng.randrange(10)}
+
+    def decide(
+        self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
+    ) -> tuple[bool, dict[str, Any]]:
+        del previous
+        wanted = any(ballot["draw"] == 0 for ballot in ballots.values())
+        return wanted, {"places": len(places), "ballots": len(ballots)}
+
+    def progress(self) -> Mapping[str, Any]:
+        return {}
+
+
+@dataclass(slots=True)
+class SimulatedNode:
+    """One life of one agent."""
+
+    core: protocol.Core
+    running: bool = True
+    paused: bool = False
+    evicted: bool = False
+    left: bool = False
+    views: list[View] = field(default_factory=list)
+    backlog: list[protocol.Event] = field(default_factory=list)
+    next_tick_s: float = 0.0
+
+    @property
+    def member(self) -> Member:
+        return self.core.me
+
+
+def _decides(event: protocol.Event) -> bool:
+    """Can this event complete a decision here, rather than bring one that was made elsewhere?"""
+    return not isinstance(event, protocol.Received) or isinstance(event.envelope.message, AcceptedVote | Promise)
+
+
+class Simulation:
+    """A cluster in memory. `run_until` advances it; `nodes` holds the newest life of each name."""
+
+    def __init__(
+        self,
+        seed: int,
+        names: Sequence[str],
+        schedule: Sequence[Fault] = (),
+        *,
+        num_nodes_min: int = 2,
+        num_nodes_max: int = 2,
+        witnesses: Sequence[str] = (),
+        timing: Timing | None = None,
+        start_s: Mapping[str, float] | None = None,
+        core_type: Callable[..., protocol.Core] = protocol.Core,
+    ) -> None:
+        self.seed = seed
+        self.schedule = tuple(schedule)
+        self.now = 0.0
+        self._rng = random.Random(seed)
+        self._core_type = core_type
+        self._sizes = (num_nodes_min, num_nodes_max, len(names) - num_nodes_max, len(witnesses))
+        self._timing = timing or Timing(0.15, 1.2)
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._order = itertools.count()
+        self._lives = itertools.count(1)
+        self._addresses = {name: f"127.0.0.1:{7001 + i}" for i, name in enumerate((*names, *witnesses))}
+        self._witnesses = frozenset(witnesses)
+        self._cuts: list[tuple[frozenset[str], frozenset[str]]] = []
+        self._loss = 0.0
+        self._ambush = ""
+        self.nodes: dict[str, SimulatedNode] = {}
+        self.dead: list[SimulatedNode] = []
+        self.decided: dict[int, View] = {}
+        self._accepted: dict[tuple[int, Ballot], tuple[View, set[MemberKey]]] = {}
+        self.trace: list[str] = []
+        for name in self._addresses:
+            at_s = (start_s or {}).get(name, self._rng.uniform(0.0, 0.3))
+            self._at(at_s, functools.partial(self._start, name))
+        for fault in self.schedule:
+            self._at(fault.at_s, functools.partial(self._apply, fault))
+
+    # -- running ----------------------------------------------------------------------------------------------------
+
+    def run_until(self, until_s: float) -> None:
+        while self._queue and self._queue[0][0] <= until_s:
+            self.now, _, action = heapq.heappop(self._queue)
+            action()
+        self.now = until_s
+
+    def calm(self) -> None:
+        """End every fault: links whole, nobody paused, no loss."""
+        self._cuts.clear()
+        self._loss = 0.0
+        self._ambush = ""
+        for name in self.nodes:
+            self._resume(name)
+
+    def live(self) -> list[SimulatedNode]:
+        return [node for node in self.nodes.values() if node.running and not node.evicted and not node.left]
+
+    def _at(self, at_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (at_s, next(self._order), action))
+
+    def _start(self, name: str, rejoin: bool = False) -> None:
+        low, high, num_spares, num_witnesses = self._sizes
+        config = Config(
+            run_id="simulation",
+            name=name,
+            bind=self._addresses[name],
+            contacts=tuple(self._addresses.values())[:3],
+            role=Role.WITNESS if name in self._witnesses else Role.NODE,
+            num_nodes_min=low,
+            num_nodes_max=high,
+            num_spares_expected=num_spares,
+            num_witnesses_expected=num_witnesses,
+            first_view_last_call_s=1.0,
+            rejoin=rejoin,
+            probe_interval_s=self._timing.probe_interval_s,
+            failure_s=self._timing.failure_s,
+        )
+        member = Member(name, next(self._lives), config.bind, config.role)
+        core = self._core_type(member, config, _Application(self._rng), self._rng, self.now)
+        node = SimulatedNode(core)
+        self.nodes[name] = node
+        self._note(f"{member.key} starts")
+        self._step(node, protocol.Contacts(config.contacts))
+
+    def _step(self, node: SimulatedNode, event: protocol.Event) -> None:
+        if not node.running:
+            return
+        if node.paused:
+            node.backlog.append(event)
+            return
+        before = node.core.agreement.last_accepted
+        effects = node.core.step(event, self.now)
+        held = node.core.agreement.last_accepted
+        if held is not None and held is not before:
+            view, voters = self._accepted.setdefault((held.view.epoch, held.ballot), (held.view, set()))
+            self._check(view == held.view, f"ballot {held.ballot} has two values")
+            voters.add(node.member.key)
+        if self._ambush and _decides(event) and any(isinstance(effect, out.Installed) for effect in effects):
+            effects = [effect for effect in effects if not isinstance(effect, out.Send)]
+            self._spring_ambush(node)
+        for effect in effects:
+            self._perform(node, effect)
+        self._schedule_tick(node)
+
+    def _spring_ambush(self, node: SimulatedNode) -> None:
+        kind, self._ambush = self._ambush, ""
+        self._note(f"{node.member.key} falls into the {kind}")
+        if kind == "ambush_crash":
+            self.crash(node.member.name)
+        else:
+            self._cut(frozenset((node.member.name,)))
+
+    def _schedule_tick(self, node: SimulatedNode) -> None:
+        due_s = max(node.core.next_deadline_s(), self.now + 1e-4)
+        if node.next_tick_s <= self.now or due_s < node.next_tick_s:
+            node.next_tick_s = due_s
+            self._at(due_s, lambda: self._tick(node, due_s))
+
+    def _tick(self, node: SimulatedNode, due_s: float) -> None:
+        if node.next_tick_s == due_s and not node.paused:
+            node.next_tick_s = 0.0
+            self._step(node, protocol.Tick())
+
+    def _perform(self, node: SimulatedNode, effect: out.Effect) -> None:
+        match effect:
+            case out.Send():
+                self._send(node, effect)
+            case out.Dial():
+                self._dial(node, effect.address)
+            case out.Installed():
+                self._installed(node, effect.view, effect.member)
+            case out.Evicted():
+                self._note(f"{node.member.key} is evicted by epoch {effect.view.epoch}")
+                node.evicted = True
+            case out.Changed():
+                self._note(f"{node.member.key}: {effect.change.member.key} {effect.change.kind} {effect.change.reason}")
+            case out.Waiting():
+                self._note(f"{node.member.key} waits: {effect.reason}")
+            case _:
+                pass
+
+    # -- the network ------------------------------------------------------------------------------------------------
+
+    def _name_at(self, address: str) -> str:
+        return next(name for name, known in self._addresses.items() if known == address)
+
+    def _passes(self, source: str, target: str) -> bool:
+        return not any(source in here and target in there for here, there in self._cuts)
+
+    def _send(self, node: SimulatedNode, effect: out.Send) -> None:
+        target = self._name_at(effect.address)
+        if not self._passes(node.member.name, target) or self._rng.random() < self._loss:
+            return
+        envelope = Envelope(
+            "simulation", node.core.nonce, node.member.key, node.member.address, effect.to, effect.message
+        )
+        for _ in range(2 if self._rng.random() < 0.05 else 1):
+            late = self._rng.random() < 0.1 * bool(self._loss)
+            delay_s = self._rng.uniform(0.0, 2.0) if late else self._rng.uniform(0.0005, 0.02)
+            self._at(self.now + delay_s, lambda: self._deliver(target, envelope))
+
+    def _deliver(self, target: str, envelope: Envelope) -> None:
+        node = self.nodes.get(target)
+        if node is not None:
+            self._step(node, protocol.Received(envelope))
+
+    def _dial(self, node: SimulatedNode, address: str) -> None:
+        target = self._name_at(address)
+        reachable = self._passes(node.member.name, target) and self._passes(target, node.member.name)
+        listener = self.nodes.get(target)
+        refused = reachable and (listener is None or not listener.running)
+        delay_s = self._rng.uniform(0.0005, 0.01) if reachable else self._timing.dial_s
+        self._at(self.now + delay_s, lambda: self._step(node, protocol.Dialed(address, refused)))
+
+    # -- faults -----------------------------------------------------------------------------------------------------
+
+    def _apply(self, fault: Fault) -> None:
+        self._note(f"fault: {fault}")
+        match fault.kind:
+            case "crash":
+                self.crash(fault.who)
+            case "restart":
+                self._restart(fault.who)
+            case "pause":
+                if fault.who in self.nodes:
+                    self.nodes[fault.who].paused = True
+            case "resume":
+                self._resume(fault.who)
+            case "cut":
+                here, _, there = fault.who.partition("|")
+                self._cut(frozenset(here.split(",")), frozenset(there.split(",")) if there else None)
+            case "cut_one_way":
+                first, *_ = fault.who.split(",")
+                self._cuts.append((frozenset((first,)), frozenset(self._addresses) - {first}))
+            case "ambush" | "ambush_crash":
+                self._ambush = fault.kind
+            case "heal":
+                self._ambush = ""
+                self._cuts.clear()
+            case "loss":
+                self._loss = fault.amount
+            case "calm":
+                self._loss = 0.0
+            case "propose":
+                self._command(fault.who, protocol.Propose("the schedule says so"))
+            case "leave":
+                self._command(fault.who, protocol.Leave("the schedule says so"))
+                if fault.who in self.nodes:
+                    self.nodes[fault.who].left = True
+            case _:
+                raise ValueError(f"unknown fault {fault.kind!r}")
+
+    def _cut(self, side: frozenset[str], other: frozenset[str] | None = None) -> None:
+        rest = frozenset(self._addresses) - side if other is None else other
+        self._cuts += [(side, rest), (rest, side)]
+
+    def crash(self, name: str) -> None:
+        """The process ends at once; who can still hear from that host sees its connections break."""
+        node = self.nodes.get(name)
+        if node is None or not node.running:
+            return
+        node.running = False
+        self.dead.append(node)
+        for other in self.nodes.values():
+            if self._passes(name, other.member.name):
+                delay_s = self._rng.uniform(0.0005, 0.01)
+                event = protocol.ConnectionLost(node.member.address)
+                self._at(self.now + delay_s, functools.partial(self._step, other, event))
+
+    def _restart(self, name: str) -> None:
+        """A new incarnation at the same address, which says that it is none of the first."""
+        node = self.nodes.get(name)
+        if node is not None and not node.running:
+            self._start(name, rejoin=True)
+
+    def _resume(self, name: str) -> None:
+        node = self.nodes.get(name)
+        if node is None or not node.paused:
+            return
+        node.paused = False
+        backlog, node.backlog = node.backlog, []
+        for event in backlog:
+            self._step(node, event)
+        self._step(node, protocol.Tick())
+
+    def _command(self, name: str, event: protocol.Event) -> None:
+        node = self.nodes.get(name)
+        if node is not None and node.running:
+            self._step(node, event)
+
+    # -- invariants -------------------------------------------------------------------------------------------------
+
+    def _installed(self, node: SimulatedNode, view: View, is_member: bool) -> None:
+        self._note(f"{node.member.key} learns epoch {view.epoch}: {[str(m.key) for m in view.members]} {view.reason}")
+        if is_member:
+            self._check(not node.views or node.views[-1].epoch < view.epoch, f"{node.member.key} went back in epochs")
+            self._check(not node.evicted, f"{node.member.key} came back after its eviction")
+            node.views.append(view)
+        known = self.decided.setdefault(view.epoch, view)
+        self._check(known == view, f"epoch {view.epoch} was decided twice: {known} and {view}")
+        if known is view:
+            self._check_decision(view)
+
+    def _check_decision(self, view: View) -> None:
+        previous = self.decided.get(view.epoch - 1)
+        self._check(previous is not None or view.epoch == 1, f"epoch {view.epoch} follows no decided one")
+        voters = [keys for (epoch, _), (held, keys) in self._accepted.items() if epoch == view.epoch and held == view]
+        if previous is None:
+            needed, counted = len(self._addresses), [{key.name for key in keys} for keys in voters]
+            enough = any(2 * len(names) > needed for names in counted)
+        else:
+            enough = any(2 * len(keys & previous.keys) >= len(previous.keys) for keys in voters)
+            gone = previous.keys - view.keys
+            kept = [m.key for m in previous.places if m.key not in gone and m in view.places]
+            order = [m.key for m in view.places if m.key in kept]
+            self._check(order == kept, f"epoch {view.epoch} moved survivors")
+            same = [m.key for m in previous.places] == [m.key for m in view.places]
+            expected = (previous.round, view.epoch) if same else (view.epoch,)
+            self._check(view.round in expected, f"epoch {view.epoch} has the round {view.round}")
+            self._check(view.nonce == previous.nonce, f"epoch {view.epoch} changed the nonce")
+        self._check(enough, f"epoch {view.epoch} was decided by too few: {voters}")
+        low, high, *_ = self._sizes
+        self._check(low <= len(view.places) <= high, f"epoch {view.epoch} has {len(view.places)} places")
+        names = [m.name for m in view.members]
+        self._check(len(set(names)) == len(names), f"epoch {view.epoch} has a name twice: {names}")
+
+    def check_converged(self) -> None:
+        """After a long calm: if the newest view known can still decide, it holds exactly the live members; all know
+        it.
+        """
+        live = self.live()
+        newest = max((n.core.newest for n in live if n.core.newest), key=lambda view: view.epoch, default=None)
+        if newest is None:
+            return
+        num_voters = sum(node.member.key in newest.keys for node in live)
+        num_nodes = sum(node.member.role is Role.NODE for node in live)
+        if num_voters == 0 or 2 * num_voters < len(newest.members) or num_nodes < self._sizes[0]:
+            return
+        keys = [node.member.key for node in live]
+        self._check(newest.keys == set(keys), f"the newest view holds {sorted(newest.keys)}, but {sorted(keys)} live")
+        for node in live:
+            self._check(node.core.view == newest, f"{node.member.key} does not know epoch {newest.epoch}")
+
+    def _note(self, text: str) -> None:
+        self.trace.append(f"{self.now:8.3f} {text}")
+
+    def _check(self, holds: bool, what: str) -> None:
+        if not holds:
+            faults = "\n".join(map(str, self.schedule))
+            last = "\n".join(self.trace[-60:])
+            raise InvariantViolation(f"seed {self.seed}: {what}\nschedule:\n{faults}\nlast events:\n{last}")
