@@ -6,7 +6,10 @@ down makes the operation raise within milliseconds. Its listening socket must be
 process.
 
 Invariants: a descriptor is touched only while it still names the same socket; descriptors are not inherited by
-children (close-on-exec, and closed after a fork).
+children (close-on-exec, and closed after a fork); a constructor that was given up after a cut (see waiting.py) has no
+share in what is opened once the next one has begun.
+Known limit: a TCP socket that another thread of the program opens while a group is being connected counts as the
+group's, and is shut down with it.
 """
 
 from __future__ import annotations
@@ -18,13 +21,19 @@ import threading
 import weakref
 from types import TracebackType
 
+from p2pstate.errors import Retryable
+
 __all__ = ["Connections"]
 
 _ALL: weakref.WeakSet[Connections] = weakref.WeakSet()
+_all_lock = threading.Lock()  # not taken after a fork, where only one thread is left
 
 
 class Connections:
-    """``with Connections() as c: build()`` remembers the TCP sockets that ``build`` opened."""
+    """``with Connections() as c: build()`` remembers the TCP sockets that ``build`` opened.
+
+    Raises Retryable on entry when they were cut before they were made.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -32,20 +41,31 @@ class Connections:
         self._mine: dict[int, str] = {}
         self._open = False
         self._cut = False
-        _ALL.add(self)
+        with _all_lock:
+            _ALL.add(self)
 
     def __enter__(self) -> Connections:
-        self._before = set(_sockets().values())
-        self._open = True
+        with _all_lock:
+            others = list(_ALL)
+        for other in others:
+            other._give_up()
+        with self._lock:
+            if self._cut:
+                raise Retryable("connecting was not begun: the round is over")
+            self._before = set(_sockets().values())
+            self._open = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         with self._lock:
-            self._collect()
+            if self._open:
+                self._collect()
             self._open = False
             if self._cut:
                 self._shut_down()
-        for fd in self._mine:
+        for fd, name in self._mine.items():
+            if _name(fd) != name:
+                continue
             try:
                 fcntl.fcntl(fd, fcntl.F_SETFD, fcntl.fcntl(fd, fcntl.F_GETFD) | fcntl.FD_CLOEXEC)
             except OSError:
@@ -66,6 +86,14 @@ class Connections:
 
     def __len__(self) -> int:
         return len(self._mine)
+
+    def _give_up(self) -> None:
+        """If these were cut and are still being made: what is opened from now on is somebody else's."""
+        with self._lock:
+            if self._open and self._cut:
+                self._collect()
+                self._shut_down()
+                self._open = False
 
     def _collect(self) -> None:
         self._mine = {fd: name for fd, name in _sockets().items() if name not in self._before and _is_tcp(fd, name)}
