@@ -185,7 +185,8 @@ class Agreement:
     def _promise_votes(self, proposal: Proposal) -> set[MemberKey]:
         return {key for key, promise in proposal.promises.items() if promise.votes}
 
-    def _has_quorum(self, votes: set[MemberKey]) -> bool:
+    def has_quorum(self, votes: set[MemberKey]) -> bool:
+        """Would these votes decide the next epoch?"""
         known = self._membership.records
         return has_quorum(self.view, votes, self._membership.gone(), self._membership.fenced(), known, self._sizes)
 
@@ -195,7 +196,7 @@ class Agreement:
         """
         proposal = self.proposal
         assert proposal is not None
-        if not self._has_quorum(self._promise_votes(proposal)):
+        if not self.has_quorum(self._promise_votes(proposal)):
             return
         alive = [r.member.key for r in self._membership.others() if r.status is Status.ALIVE]
         if now < proposal.started_s + self._timing.collect_s and any(key not in proposal.promises for key in alive):
@@ -300,7 +301,7 @@ class Agreement:
                 self._maybe_accept_phase(now)
             case AcceptedVote() if proposal.view is not None:
                 proposal.votes.add(sender)
-                if self._has_quorum(proposal.votes):
+                if self.has_quorum(proposal.votes):
                     self._learn(proposal.view, now)
             case Reject():
                 self._highest_number = max(self._highest_number, message.promised.number)

@@ -439,5 +439,15 @@ class Core:
                 self.membership.judge(record.member.key, Status.FENCED, event.reason, now, proof=True)
                 self._out.put(Forget(record.member.address))
 
+    def quorate(self) -> bool:
+        """Is this node in the newest view it knows, and are enough of its members beyond suspicion to decide the
+        next?
+        """
+        view = self.newest
+        if view is None or self._evicted or self.me.key not in view.keys:
+            return False
+        alive = {key for key, record in self.membership.records.items() if record.status is Status.ALIVE}
+        return self.agreement.has_quorum(alive | {self.me.key})
+
     def members(self) -> Mapping[MemberKey, Record]:
         return self.membership.records

@@ -4,22 +4,25 @@ Flows in: ticks, acks, lost connections, results of connection checks. Flows out
 and judgements in the membership table.
 Invariants: silence leads to SUSPECT first and never to proof; only a refused connection at an address that the member
 declares its host's own is proof; time during which this node itself was stalled counts against nobody.
-Limits: with n members each is probed by some member about every probe interval, NUM_TARGETS at a time.
+Limits: every member probes each other one within NUM_ROUNDS probe intervals, so traffic grows with the square of the
+number of members; fine for some hundred nodes.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from rendezvous.config import Timing
-from rendezvous.effects import Dial, Outbox
+from rendezvous.effects import Dial, Forget, Outbox
 from rendezvous.membership import Membership, Record
 from rendezvous.types import MemberKey
 from rendezvous.wire import Ack, Beat, IndirectAck, Ping, PingRequest, Status
 
-NUM_TARGETS = 3
+MIN_TARGETS = 3
+NUM_ROUNDS = 5
 NUM_RELAYS = 3
 MAX_HEALTH = 4
 # A dying process closes its connections before its listening socket: a check may come too early, so it is repeated.
@@ -148,9 +151,10 @@ class Detector:
                 self._checks.pop(record.member.key, None)
                 reason = f"its agent is not running: connection refused at {address}"
                 self._membership.judge(record.member.key, Status.GONE, reason, now, proof=True)
+                self._out.put(Forget(address))
             elif check is not None:
-                if check.num_dials < len(_REDIAL_S):
-                    check.next_s = now + _REDIAL_S[check.num_dials]
+                if check.num_dials <= len(_REDIAL_S):
+                    check.next_s = now + _REDIAL_S[check.num_dials - 1]
                 else:
                     del self._checks[record.member.key]
 
@@ -167,8 +171,6 @@ class Detector:
             elif now >= check.next_s:
                 check.num_dials += 1
                 check.next_s = now + self._timing.dial_s
-                if check.num_dials > len(_REDIAL_S):
-                    del self._checks[key]
                 self._out.put(Dial(record.member.address))
 
     def _targets(self) -> list[Record]:
@@ -176,11 +178,12 @@ class Detector:
         records = self._membership.records
         live = {record.member.key for record in self._membership.live()}
         self._order = [key for key in self._order if key in live]
-        if len(self._order) < min(NUM_TARGETS, len(live)):
+        num_targets = max(MIN_TARGETS, math.ceil(len(live) / NUM_ROUNDS))
+        if len(self._order) < min(num_targets, len(live)):
             fresh = sorted(live - set(self._order))
             self._rng.shuffle(fresh)
             self._order += fresh
-        chosen, self._order = self._order[:NUM_TARGETS], self._order[NUM_TARGETS:]
+        chosen, self._order = self._order[:num_targets], self._order[num_targets:]
         silent = sorted(r.member.key for r in self._membership.others() if r.status is Status.DEAD)
         if silent:
             chosen.append(self._rng.choice(silent))

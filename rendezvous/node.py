@@ -125,6 +125,15 @@ class Node:
     def verdict(self) -> Verdict | None:
         return self._core.verdict
 
+    @property
+    def quorate(self) -> bool:
+        """Does this node see enough of its view alive to decide the next one?
+
+        False soon after the node was cut off, and before the others can go on without it (a suspicion must first grow
+        old there): whoever publishes for the run asks here before.
+        """
+        return self._core.quorate()
+
     def members(self) -> Mapping[MemberKey, Record]:
         """What is known of every member: status, last progress and when it came. Read only."""
         return self._core.members()

@@ -1,0 +1,176 @@
+"""Failure detection with a manual clock: probes, help from others, proof, and patience with oneself."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rendezvous.config import Timing
+from rendezvous.detector import Detector
+from rendezvous.effects import Dial, Effect, Forget, Outbox, Send
+from rendezvous.membership import Membership
+from rendezvous.types import Member
+from rendezvous.wire import Ack, Beat, IndirectAck, Ping, PingRequest, Status, Update
+
+TIMING = Timing(1.0, 10.0)
+
+
+class Bench:
+    """A detector at node a that knows the other names; the test plays the network."""
+
+    def __init__(self, names: str, **more: object) -> None:
+        self.out = Outbox()
+        self.members = {name: Member(name, 1, f"127.0.0.1:{7000 + ord(name)}", **more) for name in "a" + names}  # type: ignore[arg-type]
+        self.membership = Membership(self.members["a"], self.out, 0.0)
+        self.detector = Detector(self.membership, TIMING, lambda _: Beat(0, 0), random.Random(1), self.out, 0.0)
+        for name in names:
+            self.membership.apply(Update(self.members[name], Status.ALIVE, 0, "", False, name), 0.0)
+        self.out.drain()
+
+    def tick(self, now: float) -> list[Effect]:
+        self.detector.tick(now)
+        return self.out.drain()
+
+    def status(self, name: str) -> Status:
+        return self.membership.records[self.members[name].key].status
+
+    def answer(self, name: str, effects: list[Effect]) -> None:
+        record = self.membership.records[self.members[name].key]
+        for effect in effects:
+            if isinstance(effect, Send) and effect.to == self.members[name].key and isinstance(effect.message, Ping):
+                self.detector.on_ack(record, Ack(effect.message.seq, Beat(0, 0)))
+
+
+def pinged(effects: list[Effect]) -> list[str]:
+    return sorted(e.to.name for e in effects if isinstance(e, Send) and e.to and isinstance(e.message, Ping))
+
+
+def test_every_member_is_probed_within_a_bounded_number_of_intervals() -> None:
+    bench = Bench("bcdefghijklmnopqrstuvwxyz")
+    seen: set[str] = set()
+    for now in range(5):
+        seen |= set(pinged(bench.tick(float(now))))
+    assert seen >= set("bcdefghijklmnopqrstuvwxyz")
+
+
+def test_answered_probe_leads_to_nothing() -> None:
+    bench = Bench("b")
+    bench.answer("b", bench.tick(0.0))
+    assert bench.tick(0.5) == []
+    assert bench.status("b") is Status.ALIVE
+
+
+def test_unanswered_probe_asks_others_and_checks_the_address_then_suspects_then_gives_up() -> None:
+    bench = Bench("bc")
+    bench.answer("c", bench.tick(0.0))
+    effects = bench.tick(0.4)
+    assert [e.to.name for e in effects if isinstance(e, Send) and e.to and isinstance(e.message, PingRequest)] == ["c"]
+    assert [e.address for e in effects if isinstance(e, Dial)] == [bench.members["b"].address]
+    bench.answer("c", bench.tick(1.0))
+    assert bench.status("b") is Status.SUSPECT
+    bench.answer("c", bench.tick(1.0 + TIMING.suspicion_min_s - 0.01))
+    assert bench.status("b") is Status.SUSPECT
+    bench.tick(1.0 + TIMING.suspicion_max_s)
+    assert bench.status("b") is Status.DEAD
+    assert not bench.membership.records[bench.members["b"].key].proof
+
+
+def test_indirect_answer_saves_the_target() -> None:
+    bench = Bench("bc")
+    effects = bench.tick(0.0)
+    bench.answer("c", effects)
+    (request,) = [e.message for e in bench.tick(0.4) if isinstance(e, Send) and isinstance(e.message, PingRequest)]
+    bench.detector.on_indirect_ack(IndirectAck(request.seq, request.target))
+    bench.tick(1.1)
+    assert bench.status("b") is Status.ALIVE
+
+
+def test_relay_passes_the_answer_on_to_who_asked() -> None:
+    bench = Bench("bc")
+    asker = bench.membership.records[bench.members["c"].key]
+    bench.detector.on_ping_request(asker, PingRequest(77, bench.members["b"].key), 0.0)
+    effects = bench.out.drain()
+    assert pinged(effects) == ["b"]
+    bench.answer("b", effects)
+    (sent,) = [e for e in bench.out.drain() if isinstance(e, Send)]
+    assert sent.to == bench.members["c"].key
+    assert sent.message == IndirectAck(77, bench.members["b"].key)
+
+
+def test_refused_connection_at_an_owned_address_is_proof_of_death() -> None:
+    bench = Bench("b")
+    bench.detector.on_lost(bench.members["b"].address, 0.0)
+    assert any(isinstance(e, Dial) for e in bench.out.drain())
+    bench.detector.on_dialed(bench.members["b"].address, True, 0.01)
+    assert bench.status("b") is Status.GONE
+    assert bench.membership.gone() == {bench.members["b"].key}
+    assert any(isinstance(e, Forget) for e in bench.out.drain())
+
+
+def test_refused_connection_behind_a_proxy_proves_nothing() -> None:
+    bench = Bench("b", host_owned=False)
+    bench.detector.on_lost(bench.members["b"].address, 0.0)
+    assert not any(isinstance(e, Dial) for e in bench.out.drain())
+    bench.detector.on_dialed(bench.members["b"].address, True, 0.01)
+    assert bench.status("b") is Status.ALIVE
+
+
+def test_check_that_came_too_early_is_repeated_a_bounded_number_of_times() -> None:
+    bench = Bench("b")
+    address = bench.members["b"].address
+    bench.detector.on_lost(address, 0.0)
+    bench.answer("b", bench.out.drain())
+    now, dials = 0.0, 0
+    bench.detector.on_dialed(address, False, now)
+    while now < 5.0:
+        now += 0.01
+        effects = bench.tick(now)
+        bench.answer("b", effects)
+        for effect in effects:
+            if isinstance(effect, Dial):
+                dials += 1
+                bench.detector.on_dialed(address, False, now)
+    assert dials == 6
+    assert bench.status("b") is Status.ALIVE
+
+
+def test_stalled_detector_drops_its_probes_and_judges_later() -> None:
+    bench = Bench("bc")
+    bench.tick(0.0)
+    bench.membership.judge(bench.members["c"].key, Status.SUSPECT, "no answer", 0.0)
+    bench.out.drain()
+    bench.detector.postpone(60.0, 60.0)
+    bench.tick(60.0)
+    assert bench.status("b") is Status.ALIVE
+    assert bench.status("c") is Status.SUSPECT
+    assert bench.detector.health == 1
+
+
+def test_refuted_rumour_about_oneself_makes_the_detector_more_patient() -> None:
+    bench = Bench("bc")
+    bench.membership.apply(Update(bench.members["a"], Status.SUSPECT, 0, "", False, "b"), 0.0)
+    bench.out.drain()
+    bench.tick(0.0)
+    assert bench.detector.health == 1
+    assert not any(isinstance(e, Send) and isinstance(e.message, PingRequest) for e in bench.tick(0.4))
+    assert any(isinstance(e, Send) and isinstance(e.message, PingRequest) for e in bench.tick(0.81))
+
+
+def test_silent_member_goes_on_being_probed_so_that_a_healed_link_is_noticed() -> None:
+    bench = Bench("b")
+    bench.membership.judge(bench.members["b"].key, Status.DEAD, "silent", 0.0)
+    bench.out.drain()
+    assert pinged(bench.tick(0.0)) == ["b"]
+
+
+@pytest.mark.parametrize("asked_others", [False, True])
+def test_next_deadline_is_never_in_the_past_after_a_tick(asked_others: bool) -> None:
+    bench = Bench("bc")
+    now = 0.0
+    for _ in range(200):
+        effects = bench.tick(now)
+        if not asked_others:
+            bench.answer("b", effects)
+        assert bench.detector.next_deadline_s() > now
+        now = bench.detector.next_deadline_s()
