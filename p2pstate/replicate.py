@@ -15,6 +15,7 @@ written.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from p2pstate.errors import Retryable
 from p2pstate.groups.inner import Inner
 from p2pstate.groups.waiting import Abandoned
 from p2pstate.slots import Header, Slot, digest_of
+from p2pstate.stats import ProtectionStats
 from p2pstate.types import Part, Version
 from p2pstate.worker.link import Link
 
@@ -43,14 +45,21 @@ class _Job:
     images: Sequence[Image]
     keep: Version | None
     inner: Inner
+    began: float  # monotonic seconds
 
 
 class Shipper:
     """One background thread. ``buddy`` and ``ward`` are ranks, or None where the job has one node only."""
 
     def __init__(
-        self, link: Link, buddy: int | None, ward: int | None, on_error: Callable[[int, BaseException], None]
+        self,
+        link: Link,
+        buddy: int | None,
+        ward: int | None,
+        on_error: Callable[[int, BaseException], None],
+        stats: ProtectionStats,
     ) -> None:
+        self._stats = stats
         self._link = link
         self._buddy, self._ward = buddy, ward
         self._on_error = on_error
@@ -59,7 +68,6 @@ class Shipper:
         self._job: _Job | None = None
         self._complete = Version(0, -1)
         self._cancelled = False
-        self.bytes_sent = 0
         self._thread = threading.Thread(target=self._run, name="p2pstate-shipper", daemon=True)
         self._thread.start()
 
@@ -68,11 +76,11 @@ class Shipper:
         """Newest version of this rank's shard that is complete on its own node and at its buddy."""
         return self._complete
 
-    def ship(self, images: Sequence[Image], keep: Version | None, inner: Inner) -> None:
-        """Start on a version. The previous one must be done (see :meth:`wait`)."""
+    def ship(self, images: Sequence[Image], keep: Version | None, inner: Inner, began: float) -> None:
+        """Start on a version, whose capture began at ``began``. The one before must be done (see :meth:`wait`)."""
         with self._changed:
             assert self._job is None, "a version was captured while the one before it was still being shipped"
-            self._job = _Job(images, keep, inner)
+            self._job = _Job(images, keep, inner, began)
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
@@ -111,6 +119,7 @@ class Shipper:
                 self._finish(None)
                 self._on_error(job.inner.epoch, error.with_traceback(None))
             else:
+                self._stats.protected_s.append(time.monotonic() - job.began)
                 self._finish(version)
             del job
 
@@ -150,7 +159,7 @@ class Shipper:
         good = bytes(announced.numpy()) == computed
         if good:
             self._publish(slot, received.header(computed))
-        self.bytes_sent += own.num_bytes
+        self._stats.num_shipped_bytes += own.num_bytes
         verdict, answer = torch.tensor([int(good)]), torch.zeros(1, dtype=torch.int64)
         _swap(group, verdict, ward, answer, buddy, _ACK)
         if not good:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from p2pstate.errors import ConfigError
 from p2pstate.groups.group import P2PGroup
 from p2pstate.state import TrainingState
+from p2pstate.stats import ProtectionStats
 from p2pstate.steps import Loop, StepBlock
 from p2pstate.worker.context import current
 
@@ -122,9 +123,9 @@ class Replicator:
         return self._loop.step
 
     @property
-    def num_skipped_versions(self) -> int:
-        """Steps that all ranks left without a version because the one before had not arrived yet."""
-        return self._loop.num_skipped
+    def stats(self) -> ProtectionStats:
+        """What protection has cost and achieved in this process."""
+        return self._loop.stats
 
 
 def _check_groups() -> None:

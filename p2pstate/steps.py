@@ -36,6 +36,7 @@ from p2pstate.plan_recovery import RankReport
 from p2pstate.recover import ROUND_FAILED, Joined, LostError, MustStartOver, Phases, join
 from p2pstate.replicate import Shipper
 from p2pstate.state import TrainingState
+from p2pstate.stats import ProtectionStats
 from p2pstate.types import Start, Version
 from p2pstate.worker.context import WorkerContext
 from p2pstate.worker.link import RoundAborted
@@ -98,7 +99,7 @@ class Loop:
         self._num_rehearsals_left = NUM_REHEARSALS if STATUS.solo else 0
         # Versions
         self.step = 0  # newest committed step
-        self.num_skipped = 0
+        self.stats = ProtectionStats()
         self._num_skipped_in_a_row = 0
         self._epoch = 0
         self._to_capture = False
@@ -109,7 +110,6 @@ class Loop:
         self._step_seconds = 0.0
         self._block_began = 0.0
         self._beyond: int | None = None  # report the first commit past this step
-        self.capture_seconds = 0.0
         self._capturer = Capturer(self._link, context.rank, context.local_rank, context.num_local)
         self._shipper = self._make_shipper()
         for optimizer in self._optimizers:
@@ -228,7 +228,7 @@ class Loop:
             self._num_skipped_in_a_row = 0
         else:
             self._to_capture = False
-            self.num_skipped += 1
+            self.stats.num_skipped += 1
             self._num_skipped_in_a_row += 1
         if block.where != "state.run":
             self._report(block.number, None)
@@ -292,9 +292,18 @@ class Loop:
         """Cast this rank's vote. False: the step must be discarded here."""
         if STATUS.error is not None:
             return False
-        self._shipper.wait(max(MIN_SHIPPING_WAIT_S, self._max_overhead * self._step_seconds))
+        self._wait_for_shipping()
         block.voted = self._ballot(block.number, boundary)
         return block.voted is not None
+
+    def _wait_for_shipping(self) -> None:
+        """Give the version of the step before a little time to arrive, so that the next one need not be skipped."""
+        if self._shipper.wait(0):
+            self.stats.num_in_time += 1
+            return
+        began = time.monotonic()
+        self._shipper.wait(max(MIN_SHIPPING_WAIT_S, self._max_overhead * self._step_seconds))
+        self.stats.wait_s.append(time.monotonic() - began)
 
     def _ballot(self, step: int, boundary: bool) -> Ballot | None:
         complete = self._shipper.complete
@@ -316,12 +325,15 @@ class Loop:
         version = Version(self._epoch, self.step)
         began = time.monotonic()
         images = self._capturer.capture(self._state.collect(), version, self._protected)
-        self.capture_seconds += time.monotonic() - began
         self._captured = version
-        self._shipper.ship(images, self._protected, inner)
+        self._shipper.ship(images, self._protected, inner, began)
+        self.stats.capture_s.append(time.monotonic() - began)
+        self.stats.num_captured += 1
+        self.stats.num_own_bytes = sum(image.num_bytes for image in images if image.part.kind == "own")
+        self.stats.num_shared_bytes = sum(image.num_bytes for image in images if image.part.kind != "own")
 
     def _make_shipper(self) -> Shipper:
-        return Shipper(self._link, self._context.buddy, self._context.ward, self._shipping_failed)
+        return Shipper(self._link, self._context.buddy, self._context.ward, self._shipping_failed, self.stats)
 
     def _shipping_failed(self, epoch: int, error: BaseException) -> None:
         if STATUS.error is None and epoch == STATUS.epoch and self._context.in_loop:

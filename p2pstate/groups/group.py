@@ -9,6 +9,7 @@ whoever holds this object. The methods are those that ``dir(ProcessGroup)`` list
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -47,10 +48,9 @@ class P2PGroup(ProcessGroup):
         self.detach()
         self.inner = inner
 
-    def detach(self) -> None:
+    def detach(self) -> threading.Event | None:
         inner, self.inner = self.inner, None
-        if inner is not None:
-            inner.release()
+        return inner.release() if inner is not None else None
 
     def _run(self, name: str, echoed: Echo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inner = self.inner

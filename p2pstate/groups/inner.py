@@ -10,7 +10,6 @@ their own, never on one of gloo's.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -59,11 +58,12 @@ class Inner:
         """The deadline of later operations."""
         self.group.set_timeout(timeout)
 
-    def release(self) -> None:
-        """Cut, and destroy in the background."""
+    def release(self) -> threading.Event:
+        """Cut, and destroy in the background; the event is set once gloo's threads of this group have ended."""
         self.cut()
-        bury([self.group, self._backends])
+        gone = bury([self.group, self._backends])
         self.group, self._backends = None, []
+        return gone
 
 
 def build_inner(
@@ -98,20 +98,14 @@ def build_inner(
     return Inner(epoch, group, backends, connections)
 
 
-_graves: queue.SimpleQueue[Any] = queue.SimpleQueue()
-_digger: threading.Thread | None = None
+def bury(things: list[Any]) -> threading.Event:
+    """Drop the last references to groups on a thread of its own: their destructors join gloo's threads, which may take
+    until gloo's timeout where an operation cannot be freed (see waiting.py)."""
+    gone = threading.Event()
 
-
-def bury(things: Any) -> None:
-    """Drop the last references to groups on a thread of its own: their destructors join gloo's threads."""
-    global _digger
-    if _digger is None:
-        _digger = threading.Thread(target=_dig, name="p2pstate-reaper", daemon=True)
-        _digger.start()
-    _graves.put(things)
-
-
-def _dig() -> None:
-    while True:
-        things = _graves.get()
+    def dig() -> None:
         things.clear()
+        gone.set()
+
+    threading.Thread(target=dig, name="p2pstate-reaper", daemon=True).start()
+    return gone

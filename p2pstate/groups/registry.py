@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -22,6 +23,7 @@ from p2pstate.groups.group import P2PGroup
 from p2pstate.groups.inner import Inner, build_inner
 from p2pstate.groups.sockets import Connections
 from p2pstate.groups.status import STATUS, Status
+from p2pstate.groups.waiting import ABANDON_AFTER_S
 
 __all__ = ["REGISTRY", "Registry"]
 
@@ -97,13 +99,18 @@ class Registry:
                 inner.cut()
 
     def release(self) -> None:
-        """Let go of all connections (the groups stay)."""
-        for group in self._groups:
-            group.detach()
-        for inner in (self.gate, self.replication):
-            if inner is not None:
-                inner.release()
+        """Let go of all connections (the groups stay).
+
+        Waits a little until gloo's threads have ended, so that none of them can still write into a tensor of the model.
+        One that could not be freed receives nothing any more: its connections are cut.
+        """
+        gone = [group.detach() for group in self._groups]
+        gone += [inner.release() for inner in (self.gate, self.replication) if inner is not None]
         self.gate = self.replication = None
+        deadline = time.monotonic() + ABANDON_AFTER_S
+        for event in gone:
+            if event is not None:
+                event.wait(max(0.0, deadline - time.monotonic()))
 
     def _build(self, key: str, members: tuple[int, ...], epoch: int, timeout: timedelta) -> Inner:
         assert self.make_store is not None

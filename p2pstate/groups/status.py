@@ -40,8 +40,10 @@ class Status:
             # The traceback would keep tensors of the failed step, and gloo's sockets, alive.
             self.error = error.with_traceback(None)
             self.error_at = time.monotonic()
+            # Only what waits now: by the time they are settled the next round may be running.
+            waiting = tuple(self._unsettled)
         self.on_first_error(error)
-        timer = threading.Timer(ABANDON_AFTER_S, self._settle_all)
+        timer = threading.Timer(ABANDON_AFTER_S, _settle, [waiting])
         timer.name, timer.daemon = "p2pstate-settle", True
         timer.start()
 
@@ -60,16 +62,15 @@ class Status:
         with self._lock:
             self._unsettled.discard(settle)
 
-    def _settle_all(self) -> None:
-        with self._lock:
-            waiting = list(self._unsettled)
-        for settle in waiting:
-            settle()
-
     def connect(self, epoch: int) -> None:
         """From now on collectives are real, over the connections of round ``epoch``."""
         with self._lock:
             self.epoch, self.solo, self.error, self.error_at = epoch, False, None, None
+
+
+def _settle(waiting: tuple[Callable[[], None], ...]) -> None:
+    for settle in waiting:
+        settle()
 
 
 STATUS = Status()

@@ -131,8 +131,9 @@ class GuardedWork(Work):
             self._set_future(value)
 
     def _settle(self) -> None:
-        with torch.no_grad():
-            self._echo()
+        if self._status.epoch == self._epoch:  # later the outputs may belong to somebody else
+            with torch.no_grad():
+                self._echo()
         self._set_future(self._value)
 
     def _set_future(self, value: Any) -> None:
