@@ -25,10 +25,10 @@ class Timing:
     failure_s: float
 
     def __post_init__(self) -> None:
-        if not self.probe_interval_s >= 0.01 or not self.failure_s >= 6 * self.probe_interval_s:
+        if not self.probe_interval_s >= 0.01 or not self.failure_s >= 5 * self.probe_interval_s:
             raise ValueError(
                 f"probe_interval_s={self.probe_interval_s} and failure_s={self.failure_s} leave no time to judge: "
-                "probe_interval_s must be at least 0.01 and failure_s at least six times as long"
+                "probe_interval_s must be at least 0.01 and failure_s at least five times as long"
             )
 
     @property

@@ -208,6 +208,8 @@ class StoreRouter:
             return
         request = call.request
         positions = request.calls.pop(number)
+        if reply.ok and not _fits(request.op, reply.value, len(positions)):
+            reply = StoreReply(False, error=f"{call.owner.name} gave no proper answer to {request.op}")
         if not reply.ok:
             for other in request.calls:
                 self._calls.pop(other, None)
@@ -216,8 +218,6 @@ class StoreRouter:
             request.reply(reply)
             return
         values = reply.value if request.op == "multi_get" else [reply.value] * len(positions)
-        if not isinstance(values, list) or len(values) != len(positions):
-            values = [b""] * len(positions)
         for position, value in zip(positions, values, strict=True):
             request.results[position] = value
         if not request.calls:
@@ -241,6 +241,19 @@ def _split(op: str, args: list[Any], places: tuple[Member, ...]) -> list[tuple[M
         owner = owner_of(key, places)
         grouped.setdefault(owner.key, (owner, []))[1].append(index)
     return [(owner, [[arg[i] for i in positions] for arg in args], positions) for owner, positions in grouped.values()]
+
+
+def _fits(op: str, value: Any, num_keys: int) -> bool:
+    """Is this what the operation gives? The answer comes from another process and is not to be trusted."""
+    match op:
+        case "get" | "compare_set":
+            return isinstance(value, bytes)
+        case "add" | "num_keys":
+            return isinstance(value, int)
+        case "multi_get":
+            return isinstance(value, list) and len(value) == num_keys and all(isinstance(v, bytes) for v in value)
+        case _:
+            return True
 
 
 def _combine(op: str, results: list[Any]) -> Any:

@@ -1,0 +1,98 @@
+"""Settings: what is refused and in which words, the ladder of timeouts, what the environment adds."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from rendezvous.config import PRESETS, Config, Timing
+from rendezvous.types import Role
+
+GOOD: dict[str, Any] = {"run_id": "run", "name": "a", "bind": "127.0.0.1:0"}
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"run_id": ""}, "run_id must have 1 to 256 characters"),
+        ({"name": "x" * 257}, "name must have 1 to 256 characters"),
+        ({"bind": "127.0.0.1"}, "bind '127.0.0.1' is not \"host:port\""),
+        ({"bind": "::1:80"}, "bind '::1:80' is not"),
+        ({"bind": "host:70000"}, "with a port of 0..65535"),
+        ({"advertise": "a b:1"}, "advertise 'a b:1' is not"),
+        ({"contacts": ("127.0.0.1:7001", "oops")}, "contact 'oops' is not"),
+        ({"contacts": ("127.0.0.1:0",)}, "with a port of 1..65535"),
+        ({"contacts": ("dir:relative",)}, "contact 'dir:relative'"),
+        ({"contacts": ("slurm:x",)}, "contact 'slurm:x'"),
+        ({"num_nodes_min": 3, "num_nodes_max": 2}, "1 <= num_nodes_min <= num_nodes_max must hold, not 3 and 2"),
+        ({"num_nodes_min": 0}, "not 0 and 1"),
+        ({"num_workers": 0}, "num_workers is too small for a node"),
+        ({"num_workers": -1, "role": Role.WITNESS}, "num_workers is too small for a witness"),
+        ({"num_spares_expected": -1}, "num_spares_expected is too small"),
+        ({"first_view_last_call_s": -1.0}, "first_view_last_call_s must not be negative"),
+        ({"key": b"short"}, "key must have at least 16 bytes"),
+        ({"probe_interval_s": 1.0, "failure_s": 2.0}, "failure_s at least five times as long"),
+        ({"probe_interval_s": 0.0}, "leave no time to judge"),
+        ({"probe_interval_s": float("nan")}, "leave no time to judge"),
+    ],
+)
+def test_config_that_cannot_work_is_refused_by_name(change: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        Config(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize(
+    "contact", ["127.0.0.1:1", "[::1]:65535", "node-7.cluster:4000", "dir:/shared/run", "slurm:7000"]
+)
+def test_every_form_of_contact_is_taken(contact: str) -> None:
+    assert Config(**GOOD, contacts=(contact,)).contacts == (contact,)
+
+
+def test_secret_is_not_shown() -> None:
+    assert "0123456789" not in repr(Config(**GOOD, key=b"0123456789abcdef"))
+
+
+@pytest.mark.parametrize("preset", sorted(PRESETS))
+def test_ladder_of_timeouts_keeps_its_order_in_every_preset(preset: str) -> None:
+    timing = Timing(*PRESETS[preset])
+    assert 0 < timing.probe_timeout_s < timing.probe_interval_s < timing.suspicion_min_s < timing.suspicion_max_s
+    # the probe comes within one interval, fails within another, and the suspicion ends: that is the whole bound
+    assert 2 * timing.probe_interval_s + timing.suspicion_max_s <= timing.failure_s
+    assert timing.collect_s < timing.attempt_s < timing.failure_s
+    assert timing.stall_s > timing.probe_interval_s
+
+
+def test_environment_completes_arguments_and_never_beats_them() -> None:
+    env = {
+        "P2PSTATE_RUN_ID": "from-env",
+        "P2PSTATE_NAME": "env-name",
+        "P2PSTATE_BIND": "127.0.0.1:1",
+        "P2PSTATE_CONTACTS": "127.0.0.1:7001, 127.0.0.1:7002,",
+        "P2PSTATE_KEY": "00" * 16,
+        "P2PSTATE_PRESET": "local",
+    }
+    config = Config.from_env(env, name="argument", probe_interval_s=0.2)
+    assert (config.run_id, config.name, config.bind) == ("from-env", "argument", "127.0.0.1:1")
+    assert config.contacts == ("127.0.0.1:7001", "127.0.0.1:7002")
+    assert config.key == bytes(16)
+    assert (config.probe_interval_s, config.failure_s) == (0.2, PRESETS["local"][1])
+
+
+@pytest.mark.parametrize(
+    ("env", "arguments", "text"),
+    [
+        ({}, {}, "run_id, name, bind must be given, as arguments or as P2PSTATE_RUN_ID, P2PSTATE_NAME, P2PSTATE_BIND"),
+        ({"P2PSTATE_KEY": "xyz"}, GOOD, "P2PSTATE_KEY must be hexadecimal"),
+        ({"P2PSTATE_PRESET": "fast"}, GOOD, "preset must be one of"),
+    ],
+)
+def test_environment_that_cannot_work_is_refused(env: dict[str, str], arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        Config.from_env(env, **arguments)
+
+
+def test_max_size_counts_everybody_who_is_expected() -> None:
+    config = Config(**GOOD, num_nodes_max=4, num_spares_expected=2, num_witnesses_expected=1)
+    assert config.max_size == 7

@@ -1,0 +1,136 @@
+"""Where contacts come from, and what is said when they do not come."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rendezvous import discovery
+from rendezvous.discovery import ContactReader, expand_hosts, is_literal, own_address, publish, read_contacts
+from rendezvous.types import RendezvousError
+
+
+@pytest.mark.parametrize(
+    ("listed", "hosts"),
+    [
+        ("a", ["a"]),
+        ("a,b", ["a", "b"]),
+        ("n[1-3]", ["n1", "n2", "n3"]),
+        ("n[08-10,12],m", ["n08", "n09", "n10", "n12", "m"]),
+        ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
+        ("n[1-2].cluster", ["n1.cluster", "n2.cluster"]),
+    ],
+)
+def test_slurm_node_list_is_expanded(listed: str, hosts: list[str]) -> None:
+    assert expand_hosts(listed) == hosts
+
+
+@pytest.mark.parametrize("listed", ["n[a-b]", "n[1-999999]"])
+def test_text_that_is_no_node_list_is_refused(listed: str) -> None:
+    with pytest.raises(ValueError, match="is no Slurm node list"):
+        expand_hosts(listed)
+
+
+def fake_resolver(monkeypatch: pytest.MonkeyPatch, table: dict[str, list[str]]) -> None:
+    def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        if host not in table:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in table[host]]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+def test_name_with_many_records_gives_all_of_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_resolver(monkeypatch, {"cluster": ["10.0.0.1", "10.0.0.2", "10.0.0.1"], "10.0.0.2": ["10.0.0.2"]})
+    addresses, problems = read_contacts(["cluster:7000", "10.0.0.2:7000"])
+    assert addresses == ["10.0.0.1:7000", "10.0.0.2:7000"]
+    assert problems == []
+
+
+def test_contact_that_does_not_resolve_is_a_sentence_and_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_resolver(monkeypatch, {"good": ["10.0.0.1"]})
+    addresses, problems = read_contacts(["bad:1", "good:2"])
+    assert addresses == ["10.0.0.1:2"]
+    assert len(problems) == 1
+    assert problems[0].startswith("bad:1: ")
+
+
+def test_slurm_contact_reads_the_node_list_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_resolver(monkeypatch, {"n1": ["10.0.0.1"], "n2": ["10.0.0.2"]})
+    assert read_contacts(["slurm:7000"], {"SLURM_JOB_NODELIST": "n[1-2]"})[0] == ["10.0.0.1:7000", "10.0.0.2:7000"]
+    addresses, problems = read_contacts(["slurm:7000"], {})
+    assert addresses == []
+    assert "this is no Slurm job step" in problems[0]
+
+
+def test_shared_directory_gives_what_the_members_left_there(tmp_path: Path) -> None:
+    directory = tmp_path / "contacts"
+    contacts = [f"dir:{directory}"]
+    publish(contacts, "node/one", "10.0.0.1:7001")
+    publish(contacts, "two", "[::1]:7002")
+    publish(contacts, "two", "[::1]:7003")
+    (directory / "half.address").write_text("10.0.0.")
+    (directory / "notes.txt").write_text("10.0.0.9:1")
+    addresses, problems = read_contacts(contacts)
+    assert sorted(addresses) == ["10.0.0.1:7001", "[::1]:7003"]
+    assert problems == []
+
+
+def test_directory_that_is_not_there_yet_is_a_problem_and_no_error(tmp_path: Path) -> None:
+    addresses, problems = read_contacts([f"dir:{tmp_path}/none"])
+    assert addresses == []
+    assert "No such file" in problems[0]
+
+
+def test_directory_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(RendezvousError, match="Make the directory writable, or list addresses instead"):
+        publish([f"dir:{tmp_path}/file/below"], "a", "10.0.0.1:1")
+
+
+@pytest.mark.parametrize(
+    ("bind", "advertise", "address"),
+    [
+        ("127.0.0.1:0", None, "127.0.0.1:4711"),
+        ("[::1]:0", None, "[::1]:4711"),
+        ("127.0.0.1:0", "127.0.0.2:0", "127.0.0.2:4711"),
+        ("0.0.0.0:0", "127.0.0.2:80", "127.0.0.2:80"),
+    ],
+)
+def test_own_address_is_the_advertised_one_with_the_bound_port(bind: str, advertise: str | None, address: str) -> None:
+    assert own_address(bind, advertise, 4711, []) == address
+
+
+def test_bind_to_every_interface_uses_the_address_towards_a_contact() -> None:
+    assert own_address("0.0.0.0:0", None, 4711, ["name:1", "127.0.0.1:9"]) == "127.0.0.1:4711"
+
+
+def test_own_name_that_does_not_resolve_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_resolver(monkeypatch, {})
+    with pytest.raises(RendezvousError, match="Give an IP address with bind or advertise"):
+        own_address("nowhere:0", None, 4711, [])
+    with pytest.raises(RendezvousError, match="Give one with advertise"):
+        own_address("0.0.0.0:0", None, 4711, [])
+
+
+@pytest.mark.parametrize(
+    ("contact", "literal"), [("10.0.0.1:1", True), ("[::1]:1", True), ("a:1", False), ("dir:/x", False)]
+)
+def test_only_literal_addresses_are_read_without_waiting(contact: str, literal: bool) -> None:
+    assert is_literal(contact) is literal
+
+
+def test_reader_reports_again_and_again_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "read_contacts", lambda contacts: (list(contacts), []))
+    reports: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+    reader = ContactReader(["a:1"], 0.001, lambda addresses, _: reports.put(addresses))
+    assert [reports.get(timeout=10) for _ in range(3)] == [["a:1"]] * 3
+    reader.close()
+    reader._thread.join(10)
+    assert not reader._thread.is_alive()
