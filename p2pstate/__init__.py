@@ -16,6 +16,7 @@ Layout, from the top down (a file imports only what stands above it):
     state/errors.py         state/: live objects <-> named leaves <-> bytes
     state/codec.py
     state/leaves.py
+    state/holders.py
     state/layout.py
     state/rng.py
     state/naming.py

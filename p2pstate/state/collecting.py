@@ -13,27 +13,33 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from p2pstate.state.codec import Path, TensorRef, lower, path_text
-from p2pstate.state.leaves import Leaf, Scope, describe, plain_parts
+from p2pstate.state.holders import follows
+from p2pstate.state.leaves import Holders, Leaf, describe, plain_parts
 
 __all__ = ["Collector", "FlatDicts"]
 
 
 class Collector:
-    """Gathers the leaves of one capture."""
+    """Gathers the leaves of one capture. ``own`` are the holders of what only this rank has."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: Holders) -> None:
+        self.own = own
         self.leaves: list[Leaf] = []
 
-    def add(self, name: str, tensor: torch.Tensor, scope: Scope) -> None:
+    def add(self, name: str, tensor: torch.Tensor, holders: Holders) -> None:
         for part, plain in plain_parts(name, tensor):
-            self.leaves.append(Leaf(part, plain, scope))
+            self.leaves.append(Leaf(part, plain, holders))
 
-    def tree(self, value: Any, path: Path, scope: Scope) -> Any:
-        """``value`` lowered; its tensors become leaves named by their paths."""
+    def tree(self, value: Any, path: Path, parameter: torch.Tensor | None = None, holders: Holders = ()) -> Any:
+        """``value`` lowered; its tensors become leaves named by their paths.
+
+        If ``value`` is the optimizer's state of ``parameter``, what follows it is held by ``holders`` as well.
+        """
 
         def take(at: Path, tensor: torch.Tensor) -> Any:
             name = path_text(at)
-            self.add(name, tensor, scope)
+            follower = parameter is not None and follows(tensor, parameter)
+            self.add(name, tensor, holders if follower else self.own)
             return _lowered(describe(name, tensor))
 
         return lower(value, path, take)
@@ -54,7 +60,8 @@ def _lowered(ref: TensorRef) -> Any:
 
 @dataclass(slots=True)
 class _Flat:
-    scope: Scope
+    own: Holders
+    holders: Holders
     keys: list[Any]
     tensors: list[torch.Tensor]
     locals: list[torch.Tensor]
@@ -73,20 +80,27 @@ class FlatDicts:
     def __init__(self) -> None:
         self._known: dict[str, _Flat] = {}
 
-    def tree(self, collector: Collector, value: Any, name: str, scope: Scope) -> Any:
+    def tree(self, collector: Collector, value: Any, name: str, parameter: torch.Tensor, holders: Holders) -> Any:
+        """``Collector.tree`` of the state of ``parameter``."""
         flat = self._known.get(name)
-        if flat is not None and flat.scope is scope and type(value) is dict and self._holds(flat, value):
+        if (
+            flat is not None
+            and flat.holders == holders
+            and flat.own == collector.own
+            and type(value) is dict
+            and self._holds(flat, value)
+        ):
             collector.leaves += flat.leaves
             return flat.lowered
         before = len(collector.leaves)
-        lowered = collector.tree(value, name, scope)
+        lowered = collector.tree(value, name, parameter, holders)
         self._known.pop(name, None)
         if type(value) is dict and all(_is_simple(tensor) for tensor in value.values()):
             tensors = list(value.values())
             locals_ = [_local(tensor) for tensor in tensors]
             devices = [tensor.device for tensor in tensors]
             leaves = collector.leaves[before:]
-            self._known[name] = _Flat(scope, list(value), tensors, locals_, devices, leaves, lowered)
+            self._known[name] = _Flat(collector.own, holders, list(value), tensors, locals_, devices, leaves, lowered)
         return lowered
 
     @staticmethod

@@ -5,7 +5,7 @@ whose tensor is a detached ``torch.Tensor`` over the same memory; in-place write
 Invariants: nothing here copies, converts or allocates tensor data, and no autograd graph is touched. A DTensor's leaf
 is its local tensor; a wrapper subclass (``__tensor_flatten__``) becomes one leaf per inner tensor, named below it.
 Known limits: sparse, quantised (``torch.quantize_*``), nested and meta tensors are refused, and so are subclasses
-whose inner tensors cannot be named.
+whose inner tensors cannot be named; DTensors with a Partial placement too.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import Buffer, Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -22,7 +23,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from p2pstate.state.codec import TensorRef
 from p2pstate.state.errors import LeafError
 
-__all__ = ["Leaf", "Scope", "describe", "plain_parts", "write_into"]
+__all__ = ["Holders", "Leaf", "Scope", "describe", "is_plain", "plain_parts", "write_into"]
+
+Holders = tuple[int, ...]  # sorted global ranks that hold the same bytes, the own one among them
 
 _PLAIN = (torch.Tensor, Parameter, Buffer)
 
@@ -31,7 +34,7 @@ class Scope(Enum):
     """Who else holds a leaf."""
 
     RANK = "rank"  # only this rank has it
-    REPLICATED = "replicated"  # every rank of the (data-parallel) world has the same bytes
+    REPLICATED = "replicated"  # every rank has the same bytes, and there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +43,17 @@ class Leaf:
 
     name: str
     tensor: torch.Tensor
-    scope: Scope
+    holders: Holders
+
+    @property
+    def scope(self) -> Scope:
+        if len(self.holders) > 1 and dist.is_initialized() and len(self.holders) == dist.get_world_size():
+            return Scope.REPLICATED
+        return Scope.RANK
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in _PLAIN
 
 
 def plain_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
@@ -49,6 +62,10 @@ def plain_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor
         _check_plain(name, tensor)
         return [(name, tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor)]
     if isinstance(tensor, DTensor):
+        for placement in tensor.placements:
+            if placement.is_partial():
+                advice = "redistribute it to Shard or Replicate before capturing"
+                raise LeafError(name, f"has the placement {placement}: a summand, not a value", advice)
         return plain_parts(name, local_of(tensor))
     if is_lazy(tensor):
         raise LeafError(name, "has no shape yet (a lazy module)", "run one forward pass before capturing")

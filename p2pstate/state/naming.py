@@ -1,6 +1,6 @@
 """Canonical names of a model's parameters and buffers, resolved anew each time.
 
-In: a model, however it is wrapped. Out: (name, live tensor, scope) of every parameter and buffer, non-persistent
+In: a model, however it is wrapped. Out: (name, live tensor, holders) of every parameter and buffer, non-persistent
 buffers included, tied ones once under their first name; the modules that keep extra state.
 Invariants: a name depends on the model only, not on DistributedDataParallel, torch.compile or activation checkpointing
 around any part of it. Only names are remembered between calls; tensors are read from their modules every time, because
@@ -17,14 +17,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from p2pstate.state.errors import LeafError
-from p2pstate.state.leaves import Scope
+from p2pstate.state.holders import World, current_world, holders_of_parameter, replicas
+from p2pstate.state.leaves import Holders
 
 __all__ = ["ModelNames", "Named"]
 
@@ -35,7 +36,17 @@ _WRAPPERS: tuple[tuple[type, str], ...] = (
     (ActivationWrapper, "_checkpoint_wrapped_module"),
 )
 
-Named = tuple[str, torch.Tensor, Scope]
+Named = tuple[str, torch.Tensor, Holders]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What was found out about a parameter of this type and with these placements."""
+
+    name: str
+    kind: type
+    spec: Any  # a DTensor's mesh and placements
+    holders: Holders
 
 
 @dataclass(slots=True)
@@ -45,36 +56,50 @@ class _Place:
     module: nn.Module
     prefix: str  # of the names of its tensors
     raw_prefix: str  # the same as DistributedDataParallel counts it: below its 'module', wrappers included
-    replicated: bool  # parameters are kept equal by a DistributedDataParallel above
+    world: World
+    replicas: Holders  # ranks on which a DistributedDataParallel above keeps parameters equal; else the own rank
     ignored: frozenset[str]  # raw names which that DistributedDataParallel leaves alone
+    trained: bool  # else nothing keeps it equal anywhere
     children: dict[str, nn.Module | None]
     fsdp_groups: list[Any]
     has_extra_state: bool
-    names: dict[str, tuple[str, Scope]] = field(default_factory=dict)
+    parameters: dict[str, _Known] = field(default_factory=dict)
+    buffers: dict[str, str] = field(default_factory=dict)
 
-    def name_of(self, key: str, *, is_parameter: bool) -> tuple[str, Scope]:
-        known = self.names.get(key)
-        if known is None:
-            in_step = is_parameter and self.replicated and self.raw_prefix + key not in self.ignored
-            known = (self.prefix + key, Scope.REPLICATED if in_step else Scope.RANK)
-            self.names[key] = known
+    def parameter(self, key: str, tensor: torch.Tensor) -> _Known:
+        kind = type(tensor)
+        spec = tensor._spec if isinstance(tensor, DTensor) else None
+        known = self.parameters.get(key)
+        if known is None or known.kind is not kind or known.spec is not spec:
+            in_step = self.world.own if self.raw_prefix + key in self.ignored else self.replicas
+            holders = holders_of_parameter(tensor, in_step, self.world) if self.trained else self.world.own
+            known = self.parameters[key] = _Known(self.prefix + key, kind, spec, holders)
         return known
+
+    def buffer(self, key: str) -> str:
+        name = self.buffers.get(key)
+        if name is None:
+            name = self.buffers[key] = self.prefix + key
+        return name
 
 
 class ModelNames:
     """One model's names under ``prefix`` ("model" gives "model/layer.weight")."""
 
-    def __init__(self, model: nn.Module, prefix: str, *, may_be_replicated: bool = True) -> None:
-        """``may_be_replicated=False``: not trained itself (an average), so nothing keeps it equal on all ranks."""
+    def __init__(self, model: nn.Module, prefix: str, *, trained: bool = True) -> None:
+        """``trained=False``: an average of a model, say; nothing keeps it equal on several ranks."""
         self.model = model
         self.prefix = prefix
-        self._may_be_replicated = may_be_replicated
+        self._trained = trained
         self._places: list[_Place] = []
+        self._world = World(0, 1)
+        self._replicating: list[tuple[DistributedDataParallel, Any, int]] = []
 
     def tensors(self) -> Iterator[Named]:
         """Every parameter and buffer once, in the order of the module tree."""
         seen: set[int] = set()
         for place in self._current_places():
+            own = place.world.own
             sharded = _sharded_parameters(place.fsdp_groups) if place.fsdp_groups else {}
             for key, parameter in place.module._parameters.items():
                 if parameter is None:
@@ -82,15 +107,12 @@ class ModelNames:
                 tensor = sharded.get(id(parameter), parameter)
                 if id(tensor) not in seen:
                     seen.add(id(tensor))
-                    name, scope = place.name_of(key, is_parameter=True)
-                    if scope is Scope.REPLICATED and type(tensor) is not nn.Parameter:
-                        scope = Scope.RANK  # a shard of another dimension (DDP over tensor parallelism)
-                    yield name, tensor, scope
+                    known = place.parameter(key, tensor)
+                    yield known.name, tensor, known.holders
             for key, buffer in place.module._buffers.items():
                 if buffer is not None and id(buffer) not in seen:
                     seen.add(id(buffer))
-                    name, scope = place.name_of(key, is_parameter=False)
-                    yield name, buffer, scope
+                    yield place.buffer(key), buffer, own
 
     def extra_state_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) of every module with ``get_extra_state``."""
@@ -105,14 +127,23 @@ class ModelNames:
                 place.module.reshard()
 
     def _current_places(self) -> list[_Place]:
-        if not self._places or any(place.module._modules != place.children for place in self._places):
-            self._places = list(_walk(self.model, self.prefix, self._may_be_replicated))
+        world = current_world()
+        if (
+            not self._places
+            or world != self._world
+            or any(place.module._modules != place.children for place in self._places)
+            or any(m.process_group is not group or len(m._comm_hooks) != num for m, group, num in self._replicating)
+        ):
+            self._world = world
+            self._places = list(_walk(self.model, self.prefix, self._trained, world))
+            modules = [p.module for p in self._places if isinstance(p.module, DistributedDataParallel)]
+            self._replicating = [(m, m.process_group, len(m._comm_hooks)) for m in modules]
         return self._places
 
 
-def _walk(model: nn.Module, prefix: str, may_be_replicated: bool) -> Iterator[_Place]:
+def _walk(model: nn.Module, prefix: str, trained: bool, world: World) -> Iterator[_Place]:
     seen: set[int] = set()
-    root = _Place(model, f"{prefix}/", "", False, frozenset(), {}, [], False)
+    root = _Place(model, f"{prefix}/", "", world, world.own, frozenset(), trained, {}, [], False)
     todo = [root]
     inherited_groups: dict[int, list[Any]] = {}
     while todo:
@@ -124,7 +155,7 @@ def _walk(model: nn.Module, prefix: str, may_be_replicated: bool) -> Iterator[_P
         if isinstance(module, FullyShardedDataParallel):
             raise LeafError(place.prefix.rstrip("/"), "is wrapped by FSDP1", "use fully_shard (FSDP2)")
         if isinstance(module, DistributedDataParallel):
-            place.replicated = may_be_replicated and _keeps_in_step(module)
+            place.replicas = replicas(module, world)
             place.ignored = frozenset(module.parameters_to_ignore)
         for group in _fsdp_groups(module):
             for fsdp_parameter in group.fsdp_params:
@@ -144,7 +175,7 @@ def _child_place(place: _Place, key: str, child: nn.Module) -> _Place:
     wrapped = _wrapped_child(place.module)
     prefix = place.prefix if key == wrapped else f"{place.prefix}{key}."
     raw = "" if isinstance(place.module, DistributedDataParallel) else f"{place.raw_prefix}{key}."
-    return _Place(child, prefix, raw, place.replicated, place.ignored, {}, [], False)
+    return _Place(child, prefix, raw, place.world, place.replicas, place.ignored, place.trained, {}, [], False)
 
 
 def _wrapped_child(module: nn.Module) -> str | None:
@@ -152,13 +183,6 @@ def _wrapped_child(module: nn.Module) -> str | None:
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
         return "_orig_mod"
     return next((child for kind, child in _WRAPPERS if isinstance(module, kind)), None)
-
-
-def _keeps_in_step(model: DistributedDataParallel) -> bool:
-    """Whether parameters are equal on every rank of the job: it is trained, by a group that holds them all."""
-    if not any(p.requires_grad for p in model.parameters()):
-        return False  # a frozen copy of a DistributedDataParallel may be updated by one rank only
-    return dist.get_world_size(model.process_group) == dist.get_world_size()
 
 
 def _fsdp_groups(module: nn.Module) -> list[Any]:

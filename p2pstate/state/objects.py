@@ -12,7 +12,6 @@ from typing import Any
 
 from p2pstate.state.collecting import Collector
 from p2pstate.state.errors import LeafError
-from p2pstate.state.leaves import Scope
 from p2pstate.state.rebuilding import Rebuilder
 from p2pstate.state.rng import generator_state, is_generator, set_generator_state
 
@@ -36,7 +35,7 @@ def check_object(name: str, thing: Any) -> None:
 
 def collect_object(collector: Collector, name: str, thing: Any) -> Any:
     state = generator_state(thing) if is_generator(thing) else thing.state_dict()
-    return collector.tree(state, name, Scope.RANK)
+    return collector.tree(state, name)
 
 
 def restore_object(rebuilder: Rebuilder, name: str, thing: Any, tree: Any) -> None:
@@ -52,9 +51,9 @@ def collect_extra(collector: Collector, extra: MutableMapping[str, Any]) -> list
     rows: list[Any] = []
     for key, value in extra.items():
         if is_generator(value):
-            rows.append([key, _GENERATOR, collector.tree(generator_state(value), ("extra", key), Scope.RANK)])
+            rows.append([key, _GENERATOR, collector.tree(generator_state(value), ("extra", key))])
         else:
-            rows.append([key, _VALUE, collector.tree(value, ("extra", key), Scope.RANK)])
+            rows.append([key, _VALUE, collector.tree(value, ("extra", key))])
     return rows
 
 

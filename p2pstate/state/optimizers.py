@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from p2pstate.state.collecting import Collector, FlatDicts
 from p2pstate.state.errors import LeafError
-from p2pstate.state.leaves import Scope
+from p2pstate.state.leaves import Holders
 from p2pstate.state.rebuilding import Rebuilder
 
 __all__ = ["OptimizerState"]
@@ -29,7 +29,7 @@ _IDENTITY = ("params", "param_names")
 
 
 class OptimizerState:
-    """``named`` is always (name, scope) of the live parameters by id, ``prefix`` "optimizer" or "optimizer0"."""
+    """``named`` is always (name, holders) of the live parameters by id, ``prefix`` "optimizer" or "optimizer0"."""
 
     def __init__(self, optimizer: Optimizer, prefix: str) -> None:
         if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):  # slow to import
@@ -40,27 +40,30 @@ class OptimizerState:
         self.prefix = prefix
         self._flat = FlatDicts()
 
-    def collect(self, collector: Collector, named: Mapping[int, tuple[str, Scope]]) -> dict[str, Any]:
+    def collect(self, collector: Collector, named: Mapping[int, tuple[str, Holders]]) -> dict[str, Any]:
         groups = []
         state: dict[str, Any] = {}
         live = self.optimizer.state
         num_found = 0
         for index, group in enumerate(self.optimizer.param_groups):
             own = {key: value for key, value in group.items() if key not in _IDENTITY}
-            values = collector.tree(own, (f"{self.prefix}/:groups", index), Scope.RANK)
+            values = collector.tree(own, (f"{self.prefix}/:groups", index))
             names = []
             for parameter in group["params"]:
-                name, scope = self._name(named, parameter, index)
+                name, holders = self._name(named, parameter, index)
                 names.append(name)
                 if parameter in live:
                     num_found += 1
-                    state[name] = self._flat.tree(collector, live[parameter], f"{self.prefix}/{name}", scope)
+                    path = f"{self.prefix}/{name}"
+                    state[name] = self._flat.tree(collector, live[parameter], path, parameter, holders)
             groups.append({"params": names, "values": values})
         others = {} if num_found == len(live) else dict(self._others(live, named))
-        more = {key: collector.tree(others[key], (f"{self.prefix}/:state", key), Scope.RANK) for key in sorted(others)}
+        more = {key: collector.tree(others[key], (f"{self.prefix}/:state", key)) for key in sorted(others)}
         return {"groups": groups, "state": state, "others": more}
 
-    def _name(self, named: Mapping[int, tuple[str, Scope]], parameter: torch.Tensor, index: int) -> tuple[str, Scope]:
+    def _name(
+        self, named: Mapping[int, tuple[str, Holders]], parameter: torch.Tensor, index: int
+    ) -> tuple[str, Holders]:
         found = named.get(id(parameter))
         if found is None:
             raise LeafError(
@@ -70,7 +73,7 @@ class OptimizerState:
             )
         return found
 
-    def _others(self, live: Mapping[Any, Any], named: Mapping[int, tuple[str, Scope]]) -> Iterator[tuple[str, Any]]:
+    def _others(self, live: Mapping[Any, Any], named: Mapping[int, tuple[str, Holders]]) -> Iterator[tuple[str, Any]]:
         """Entries of parameters that no group holds (any more) and entries with keys of their own."""
         grouped = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         for key, value in live.items():
@@ -83,7 +86,7 @@ class OptimizerState:
                 advice = "use parameters or strings as keys"
                 raise LeafError(f"{self.prefix}/:state", f"has an entry with the key {key!r}", advice)
 
-    def check(self, saved: Any, named: Mapping[int, tuple[str, Scope]]) -> None:
+    def check(self, saved: Any, named: Mapping[int, tuple[str, Holders]]) -> None:
         """LeafError if the live groups are not the captured ones."""
         live = [[self._name(named, p, i)[0] for p in g["params"]] for i, g in enumerate(self.optimizer.param_groups)]
         for index in range(max(len(live), len(saved["groups"]))):

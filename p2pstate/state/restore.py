@@ -19,7 +19,8 @@ import torch
 from p2pstate.state import rng
 from p2pstate.state.collecting import Collector
 from p2pstate.state.errors import LeafError
-from p2pstate.state.leaves import Leaf, Scope, write_into
+from p2pstate.state.holders import current_world
+from p2pstate.state.leaves import Holders, Leaf, write_into
 from p2pstate.state.naming import ModelNames
 from p2pstate.state.objects import apply_extra, plan_extra, restore_object
 from p2pstate.state.optimizers import OptimizerState
@@ -47,14 +48,14 @@ def restore(live: Live, tensors: Mapping[str, torch.Tensor], saved: Any) -> None
     _check_sections(live, saved)
     for model in live.models:
         model.reshard()
-    named: dict[int, tuple[str, Scope]] = {}
+    named: dict[int, tuple[str, Holders]] = {}
     parameters: dict[str, torch.Tensor] = {}
-    modules = Collector()
+    modules = Collector(current_world().own)
     for model in live.models:
-        for name, tensor, scope in model.tensors():
-            named[id(tensor)] = (name, scope)
+        for name, tensor, holders in model.tensors():
+            named[id(tensor)] = (name, holders)
             parameters[name] = tensor
-            modules.add(name, tensor, scope)
+            modules.add(name, tensor, holders)
     for optimizer in live.optimizers:
         optimizer.check(saved["optimizers"][optimizer.prefix], named)
     _check_names(modules.leaves, tensors, saved)

@@ -23,7 +23,8 @@ from p2pstate.state import rng as random_streams
 from p2pstate.state.codec import decode, pack
 from p2pstate.state.collecting import Collector
 from p2pstate.state.errors import LeafError
-from p2pstate.state.leaves import Leaf, Scope
+from p2pstate.state.holders import current_world
+from p2pstate.state.leaves import Holders, Leaf
 from p2pstate.state.naming import ModelNames
 from p2pstate.state.objects import check_object, collect_extra, collect_object
 from p2pstate.state.optimizers import OptimizerState
@@ -60,7 +61,7 @@ class TrainingState:
         for name, thing in objects.items():
             _check_name(name, thing)
             if isinstance(thing, nn.Module):
-                averages.append(ModelNames(thing, name, may_be_replicated=False))
+                averages.append(ModelNames(thing, name, trained=False))
             else:
                 plain[name] = thing
         self._live = Live(
@@ -82,21 +83,21 @@ class TrainingState:
 
     def collect(self) -> Collected:
         """The state as it is now. LeafError names what cannot be captured."""
-        collector = Collector()
-        named: dict[int, tuple[str, Scope]] = {}
+        collector = Collector(current_world().own)
+        named: dict[int, tuple[str, Holders]] = {}
         for model in self._live.models:
-            for name, tensor, scope in model.tensors():
-                named[id(tensor)] = (name, scope)
-                collector.add(name, tensor, scope)
+            for name, tensor, holders in model.tensors():
+                named[id(tensor)] = (name, holders)
+                collector.add(name, tensor, holders)
         extra_state = {
-            name: collector.tree(module.get_extra_state(), name, Scope.RANK)
+            name: collector.tree(module.get_extra_state(), name)
             for model in self._live.models
             for name, module in model.extra_state_modules()
         }
         optimizers = {o.prefix: o.collect(collector, named) for o in self._live.optimizers}
         objects = {name: collect_object(collector, name, thing) for name, thing in sorted(self._live.objects.items())}
         extra = None if self._live.extra is None else collect_extra(collector, self._live.extra)
-        streams = collector.tree(random_streams.capture(), "rng", Scope.RANK) if self._live.rng else None
+        streams = collector.tree(random_streams.capture(), "rng") if self._live.rng else None
         values = pack(
             {
                 "format": FORMAT,

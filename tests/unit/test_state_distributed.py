@@ -1,4 +1,4 @@
-"""Scopes under DistributedDataParallel, shards under FSDP2: in one process, over a store in memory."""
+"""Names under DistributedDataParallel, shards under FSDP2: in one process, over a store in memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 from state_zoo import assert_same, bits, image_of, restore
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from p2pstate.state import LeafError, Scope, TrainingState
+from p2pstate.state import LeafError, TrainingState
 
 
 @pytest.fixture
@@ -40,16 +39,8 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
 
 
-def scopes(*models: nn.Module, optimizers: Any = (), **objects: Any) -> dict[str, Scope]:
-    state = TrainingState(models, optimizers, objects, rng=False)
-    return {leaf.name: leaf.scope for leaf in state.collect().leaves}
-
-
-def replicated(found: dict[str, Scope]) -> set[str]:
-    return {name for name, scope in found.items() if scope is Scope.REPLICATED}
-
-
-PARAMETERS = {"model/0.weight", "model/0.bias", "model/1.weight", "model/1.bias", "model/2.weight", "model/2.bias"}
+def names(*models: nn.Module) -> set[str]:
+    return {leaf.name for leaf in TrainingState(models, (), {}, rng=False).collect().leaves}
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 1) -> None:
@@ -60,67 +51,11 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 1) ->
 
 
 @pytest.mark.usefixtures("gloo")
-def test_scope_under_data_parallel_is_replicated_for_parameters_and_their_state_only() -> None:
-    model = DistributedDataParallel(net())
-    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.1), foreach=False)
-    train(model, optimizer)
-    found = scopes(model, optimizers=[optimizer])
-    wanted = set(PARAMETERS)
-    for parameter in PARAMETERS:
-        wanted |= {f"optimizer/{parameter}/{key}" for key in ("step", "exp_avg", "exp_avg_sq")}
-    assert replicated(found) == wanted
-    assert found["model/1.running_mean"] is Scope.RANK
-    assert found["model/1.num_batches_tracked"] is Scope.RANK
-    assert found["optimizer/:groups/0/lr"] is Scope.RANK
-
-
-@pytest.mark.usefixtures("gloo")
-def test_scope_of_frozen_parameters_under_data_parallel_is_replicated() -> None:
-    model = net()
-    model[0].requires_grad_(False)
-    assert replicated(scopes(DistributedDataParallel(model))) == PARAMETERS
-
-
-@pytest.mark.usefixtures("gloo")
-def test_scope_of_a_wholly_frozen_copy_is_this_rank_only() -> None:
-    model = DistributedDataParallel(net())
-    assert replicated(scopes(model.requires_grad_(False))) == set()
-
-
-@pytest.mark.usefixtures("gloo")
-def test_scope_of_an_object_is_this_rank_only() -> None:
-    model = DistributedDataParallel(net())
-    assert replicated(scopes(ema=model)) == set()
-
-
-@pytest.mark.usefixtures("gloo")
-def test_scope_of_ignored_parameters_is_this_rank_only() -> None:
-    model = net()
-    model[2] = checkpoint_wrapper(model[2])
-    ignored = ["0.weight", "2._checkpoint_wrapped_module.bias"]
-    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
-    assert replicated(scopes(DistributedDataParallel(model))) == PARAMETERS - {"model/0.weight", "model/2.bias"}
-
-
-@pytest.mark.usefixtures("gloo")
-def test_scope_outside_of_an_inner_data_parallel_is_this_rank_only() -> None:
-    model = nn.ModuleDict({"tower": DistributedDataParallel(nn.Linear(2, 2)), "head": nn.Linear(2, 1)})
-    assert replicated(scopes(model)) == {"model/tower.weight", "model/tower.bias"}
-
-
-def test_scope_under_data_parallel_of_some_ranks_is_this_rank_only(fake: int) -> None:
-    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    model = DistributedDataParallel(nn.Linear(2, 2), process_group=pairs[fake // 2])
-    assert replicated(scopes(model)) == set()
-    assert replicated(scopes(DistributedDataParallel(nn.Linear(2, 2)))) == {"model/weight", "model/bias"}
-
-
-@pytest.mark.usefixtures("gloo")
 def test_names_under_data_parallel_and_compile_are_those_of_the_model() -> None:
-    plain = set(scopes(net()))
-    assert set(scopes(DistributedDataParallel(net()))) == plain
-    assert set(scopes(DistributedDataParallel(torch.compile(net(), backend="eager")))) == plain
-    assert set(scopes(torch.compile(DistributedDataParallel(net()), backend="eager"))) == plain
+    plain = names(net())
+    assert names(DistributedDataParallel(net())) == plain
+    assert names(DistributedDataParallel(torch.compile(net(), backend="eager"))) == plain
+    assert names(torch.compile(DistributedDataParallel(net()), backend="eager")) == plain
 
 
 def sharded(**kwargs: Any) -> tuple[nn.Sequential, torch.optim.Optimizer, TrainingState]:
@@ -153,12 +88,11 @@ def test_restore_under_fsdp2_continues_like_its_twin(num_steps_before: int) -> N
 
 
 @pytest.mark.usefixtures("gloo")
-def test_fsdp2_leaves_are_live_shards_of_this_rank_only() -> None:
+def test_fsdp2_leaves_are_plain_live_shards() -> None:
     model, optimizer, state = sharded()
     train(model, optimizer)
     leaves = {leaf.name: leaf for leaf in state.collect().leaves}
     assert leaves["model/0.weight"].tensor.data_ptr() == model[0].weight._local_tensor.data_ptr()
-    assert {leaf.scope for leaf in leaves.values()} == {Scope.RANK}
     assert all(type(leaf.tensor) is torch.Tensor for leaf in leaves.values())
 
 
@@ -232,14 +166,13 @@ def test_restore_of_a_shard_of_another_size_names_it(fake: int) -> None:
     assert caught.value.name == "model/weight"
 
 
-def test_tensor_parallel_parameters_under_data_parallel_are_this_rank_only(fake: int) -> None:
+def test_leaf_of_a_distributed_parameter_is_its_local_tensor(fake: int) -> None:
     mesh = init_device_mesh("cpu", (4,))
     model = nn.Linear(4, 8, bias=False)
     full = torch.arange(32.0).reshape(8, 4)
     model.weight = nn.Parameter(distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None))
     state = TrainingState([model], [], {}, rng=False)
     [leaf] = state.collect().leaves
-    assert leaf.scope is Scope.RANK
     assert bits(leaf.tensor) == bits(full[2 * fake : 2 * fake + 2])
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from state_zoo import bits
 
-from p2pstate.state import Layout, Leaf, LeafError, Scope
+from p2pstate.state import Layout, Leaf, LeafError
 from p2pstate.state.layout import ALIGNMENT_BYTES
 
 DTYPES = [
@@ -40,7 +40,7 @@ DTYPES = [
 
 
 def leaf(name: str, tensor: torch.Tensor) -> Leaf:
-    return Leaf(name, tensor, Scope.RANK)
+    return Leaf(name, tensor, (0,))
 
 
 def noise(dtype: torch.dtype, *shape: int) -> torch.Tensor:

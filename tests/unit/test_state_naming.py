@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
-from p2pstate.state import LeafError, Scope, TrainingState
+from p2pstate.state import LeafError, TrainingState
 
 
 def state_of(*models: nn.Module, **objects: Any) -> TrainingState:
@@ -258,7 +258,3 @@ def test_capture_of_extra_state_that_is_not_plain_is_refused_by_path() -> None:
     with pytest.raises(LeafError) as caught:
         state_of(nn.Sequential(BadExtra()))
     assert caught.value.name == "model/0._extra_state/f/0"
-
-
-def test_scope_without_data_parallel_is_this_rank_only() -> None:
-    assert {leaf.scope for leaf in state_of(net()).collect().leaves} == {Scope.RANK}
