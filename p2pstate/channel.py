@@ -68,6 +68,8 @@ class Channel:
         body = msgpack.packb(message, use_bin_type=True)
         if len(body) > MAX_FRAME_BYTES:
             raise ValueError(f"message {message.get('t')!r} has {len(body)} bytes, the limit is {MAX_FRAME_BYTES}")
+        if len(fds) > MAX_FDS:
+            raise ValueError(f"message {message.get('t')!r} has {len(fds)} descriptors, the limit is {MAX_FDS}")
         frame = memoryview(_HEAD.pack(len(body), len(fds)) + body)
         with self._send_lock:
             if self.closed:
@@ -92,7 +94,7 @@ class Channel:
     def receive(self) -> list[tuple[Message, list[int]]]:
         """Every whole message that has arrived. A blocking channel waits for at least one.
 
-        Raises ChannelClosed at end of file.
+        Raises ChannelClosed at end of file, and when the peer sends something else than frames.
         """
         out: list[tuple[Message, list[int]]] = []
         while True:
@@ -100,7 +102,9 @@ class Channel:
             if out and self._blocking:
                 return out
             try:
-                data, ancillary, _, _ = self._sock.recvmsg(1 << 18, socket.CMSG_SPACE(MAX_FDS * 4))
+                data, ancillary, _, _ = self._sock.recvmsg(
+                    1 << 18, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
+                )
             except BlockingIOError:
                 return out
             except OSError as error:
@@ -139,7 +143,12 @@ class Channel:
             end = _HEAD.size + length
             if len(self._incoming) < end:
                 break
-            message = msgpack.unpackb(bytes(self._incoming[_HEAD.size : end]), raw=False, strict_map_key=False)
+            try:
+                message = msgpack.unpackb(bytes(self._incoming[_HEAD.size : end]), raw=False, strict_map_key=False)
+            except ValueError as error:
+                raise ChannelClosed(f"the peer sent a frame that is not one of ours: {error}") from error
+            if not isinstance(message, dict) or len(self._fds) < num_fds:
+                raise ChannelClosed("the peer sent a frame that is not one of ours")
             del self._incoming[:end]
             out.append((message, [self._fds.popleft() for _ in range(num_fds)]))
         return out
