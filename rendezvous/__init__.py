@@ -1,7 +1,33 @@
 """Rendezvous without a root: contacts and packets in, views and an epoch's store out.
 
-Files import only what stands above them in this list:
-types, config, wire, effects, suspicion, membership, detector, views, agreement, motives, core, keys, discovery,
-transport, zmq_transport, store_shard, store_router, node, store, testing.
-torch is imported by `store` only, zmq by `zmq_transport` only.
+Layout, from the top down (a file imports only what stands above it):
+plain.py           untrusted plain values, read with suspicion
+types.py           members, views, verdicts, what an application must answer
+config.py          settings; every timeout from two numbers
+messages.py        what nodes say to each other
+wire.py            messages as bytes: tags, limits, encode, decode
+events.py          what can happen to the core
+effects.py         what the core asks the outside to do
+suspicion.py       when a suspect is dead
+membership.py      who is alive, suspect, dead, gone
+detector.py        probes, indirect probes, proof of death
+views.py           whose votes are enough, and which view comes next
+agreement.py       one decision per epoch
+motives.py         why a new view is wanted, and whose turn it is
+joining.py         how members come to know each other
+core.py            all of it as step(event, now) -> effects
+keys.py            key material from one job secret
+discovery.py       where contacts come from
+transport.py       the network as one small interface
+zmq_transport.py   the real one
+store_shard.py     one member's keys of one round
+store_router.py    which shard, and getting there
+node.py            the loop: receive -> step -> effects
+store.py           torch's Store on top
+faults.py          faults as data, for simulations
+invariants.py      what every decided view must fulfil
+testing.py         a simulated network for the real core
+End of layout.
+
+torch is imported by store.py only, zmq by zmq_transport.py only.
 """

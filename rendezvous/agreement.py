@@ -17,10 +17,7 @@ from typing import Any, Protocol
 from rendezvous.config import Timing
 from rendezvous.effects import Outbox, Waiting
 from rendezvous.membership import Membership, Record
-from rendezvous.types import Member, MemberKey, View
-from rendezvous.views import Sizes, has_quorum, make_view, plan_view, quorum_text
-from rendezvous.wire import (
-    MAX_BALLOT_BYTES,
+from rendezvous.messages import (
     Accept,
     Accepted,
     AcceptedVote,
@@ -32,8 +29,10 @@ from rendezvous.wire import (
     Reject,
     Status,
     ViewWanted,
-    pack,
 )
+from rendezvous.types import Member, MemberKey, View
+from rendezvous.views import Sizes, has_quorum, make_view, plan_view, quorum_text
+from rendezvous.wire import MAX_BALLOT_BYTES, pack
 
 _MAX_REASON_CHARS = 1000
 

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rendezvous.types import MAX_NAME_CHARS, Role
+from rendezvous.plain import MAX_NAME_CHARS
+from rendezvous.types import Role
 
-PRESETS: dict[str, tuple[float, float]] = {"default": (0.5, 5.0), "local": (0.15, 1.2)}
+PRESETS: dict[str, tuple[float, float]] = {"default": (0.5, 5.0), "local": (0.15, 1.8)}
 _ENV_PREFIX = "P2PSTATE_"
 
 
@@ -90,6 +91,9 @@ class Config:
     members.
     `rejoin` says that this agent replaces one that was in the run before: it waits to be taken in and has no vote in a
     first view, because its predecessor may have given it already.
+    `proof_suffices` lets any survivor go on when all other members are proven dead, also when they were more than half
+    of the view and died at once. It is for networks that do not partition (one host, one switch): a survivor that was
+    cut off before would not know what the others decided meanwhile.
     Raises ValueError, naming the field, for what cannot work.
     """
 
@@ -111,6 +115,7 @@ class Config:
     key: bytes | None = field(default=None, repr=False)
     insecure: bool = False
     rejoin: bool = False
+    proof_suffices: bool = False
     host_owned: bool | None = None
     incarnation: int | None = None
 

@@ -10,19 +10,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from rendezvous.agreement import Agreement, Decider
 from rendezvous.config import Config
 from rendezvous.detector import Detector
-from rendezvous.effects import Deliver, Effect, Evicted, Forget, Installed, JobEnded, Outbox, Send, Waiting
+from rendezvous.effects import Deliver, Effect, Evicted, Forget, Installed, JobEnded, Outbox, Waiting
+from rendezvous.events import (
+    AssumeDead,
+    ConnectionLost,
+    Contacts,
+    Declare,
+    Dialed,
+    Event,
+    Leave,
+    Propose,
+    Received,
+    Tick,
+)
+from rendezvous.joining import Joining
 from rendezvous.membership import Membership, Record
-from rendezvous.motives import Motives
-from rendezvous.types import Member, MemberKey, Verdict, View
-from rendezvous.views import Sizes
-from rendezvous.wire import (
-    MAX_PROGRESS_BYTES,
+from rendezvous.messages import (
     Accept,
     AcceptedVote,
     Ack,
@@ -30,7 +38,6 @@ from rendezvous.wire import (
     Beat,
     Decided,
     Ended,
-    Envelope,
     Gossip,
     IndirectAck,
     Join,
@@ -47,64 +54,11 @@ from rendezvous.wire import (
     Update,
     ViewWanted,
     Wanted,
-    pack,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Received:
-    envelope: Envelope
-
-
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time passed. Must come at least as often as `next_deadline_s` says; being late is noticed as a stall."""
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectionLost:
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class Dialed:
-    address: str
-    refused: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Contacts:
-    """The contact list as it reads now, and what is wrong with it."""
-
-    addresses: tuple[str, ...]
-    problems: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Propose:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Declare:
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class Leave:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class AssumeDead:
-    """An operator or a scheduler guarantees that every incarnation of `name` is gone."""
-
-    name: str
-    reason: str
-
-
-Event: TypeAlias = Received | Tick | ConnectionLost | Dialed | Contacts | Propose | Declare | Leave | AssumeDead
-
+from rendezvous.motives import Motives
+from rendezvous.types import Member, MemberKey, Verdict, View
+from rendezvous.views import Sizes
+from rendezvous.wire import MAX_PROGRESS_BYTES, Envelope, pack
 
 _MAX_SAID = 256
 
@@ -125,7 +79,7 @@ class Core:
         self._oracle = oracle
         self._rng = rng
         self._out = Outbox()
-        sizes = Sizes(config.num_nodes_min, config.num_nodes_max, config.max_size)
+        sizes = Sizes(config.num_nodes_min, config.num_nodes_max, config.max_size, config.proof_suffices)
         self.membership = Membership(me, self._out, now)
         self.detector = Detector(self.membership, timing, self._beat, rng, self._out, now)
         self.agreement = Agreement(self.membership, sizes, timing, config.rejoin, oracle, self._install, rng, self._out)
@@ -133,12 +87,9 @@ class Core:
         self.verdict: Verdict | None = None
         self.view: View | None = None  # the newest view that contains this node
         self._evicted = False
-        self._started_s = self._last_tick_s = now
-        self._contacts = Contacts(())
-        self._next_join_s = now
-        self._join_interval_s = timing.probe_interval_s
+        self._joining = Joining(self.membership, self.detector, timing, self._out, now)
+        self._last_tick_s = now
         self._next_sync_s = now + timing.sync_interval_s
-        self._introduced_s: dict[str, float] = {}
         self._said: set[str] = set()
         self.num_foreign = 0
 
@@ -177,8 +128,7 @@ class Core:
             case Dialed():
                 self.detector.on_dialed(event.address, event.refused, now)
             case Contacts():
-                self._contacts = event
-                self._next_join_s = now
+                self._joining.read(event, now)
             case Propose():
                 self.motives.request(event.reason, now)
             case Declare():
@@ -222,27 +172,13 @@ class Core:
         self.detector.tick(now)
         if self._may_propose():
             self.agreement.tick(now)
-        if now >= self._next_join_s and not self._evicted:
-            self._join(now)
+        if not self._evicted:
+            self._joining.tick(now)
         if now >= self._next_sync_s:
             self._next_sync_s = now + self._timing.sync_interval_s
             others = sorted((r for r in self.membership.others() if not r.ended), key=lambda r: r.member.key)
             if others:
                 self._out.send(self._rng.choice(others).member, self._sync(reply=True))
-
-    def _join(self, now: float) -> None:
-        """Introduce this node to every contact that is no known live member: at start, and for ever after."""
-        known = {record.member.address for record in self.membership.live()} | {self.me.address}
-        missing = [address for address in self._contacts.addresses if address not in known]
-        for address in missing:
-            self._out.put(Send(address, None, Join(self.me)))
-        alone = len(known) == 1
-        if not alone:
-            self._join_interval_s = min(2 * self._join_interval_s, self._timing.failure_s)
-        self._next_join_s = now + self._join_interval_s
-        if alone and (missing or self._contacts.problems) and now - self._started_s > self._timing.failure_s:
-            listed = ", ".join((*missing, *self._contacts.problems))
-            self._out.put(Waiting(f"no contact answers ({listed}): waiting for one; check addresses and firewalls"))
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -254,13 +190,14 @@ class Core:
         message, sender = envelope.message, envelope.sender
         if envelope.to is not None and envelope.to != self.me.key:
             # Meant for a predecessor at this address: tell the sender who lives here now.
-            self._introduce(envelope.address, now)
+            self._joining.introduce(envelope.address, now)
             return
         if sender == self.me.key:
             return
         match message:
             case Join():
-                self._on_join(message.member, envelope, now)
+                if self._joining.receive(message.member, envelope, self.newest, now):
+                    self._out.send(message.member, self._sync(reply=False))
                 return
             case JoinRefused():
                 self._out.put(Waiting(f"{envelope.sender.name} refuses this node: {message.reason}"))
@@ -278,7 +215,7 @@ class Core:
                 pass
         record = self.membership.records.get(sender)
         if record is None:
-            self._introduce(envelope.address, now)
+            self._joining.introduce(envelope.address, now)
             return
         record.heard_s = now
         if record.ended:
@@ -323,36 +260,6 @@ class Core:
         if self.newest is not None and isinstance(message, Ping | ViewWanted | Prepare | Accept | StoreCall):
             self._out.send(record.member, Decided(self.newest))
 
-    def _on_join(self, member: Member, envelope: Envelope, now: float) -> None:
-        if member.key != envelope.sender or member.address != envelope.address:
-            return
-        known = self.membership.records.get(member.key)
-        if known is not None and known.ended:
-            if self.newest is not None:
-                self._out.send(member, Decided(self.newest))
-            self._out.send(member, Gossip((known.update(),)))
-            self._out.send(member, JoinRefused(f"this incarnation is out ({known.reason}); start the agent anew"))
-            return
-        namesakes = [r for r in self.membership.records.values() if r.member.name == member.name and not r.ended]
-        for record in namesakes:
-            if record.member.key == member.key or record.status is Status.DEAD:
-                continue
-            if record.member.address != member.address or record is self.membership.own:
-                reason = f"its name is taken by a live member at {record.member.address}; names must be unique"
-                self._out.send(member, JoinRefused(reason))
-                self.detector.urgent(record.member.key, now)
-                return
-        for record in self.membership.at(member.address):
-            if record.member.key != member.key:
-                # Two processes cannot listen at one address of one host: the older one is dead.
-                proof = record.member.host_owned
-                self.membership.judge(
-                    record.member.key, Status.GONE, f"replaced by {member.key} at its address", now, proof=proof
-                )
-        if known is None:
-            self.membership.apply(Update(member, Status.ALIVE, 0, "", False, self.me.name), now, first_hand=True)
-        self._out.send(member, self._sync(reply=False))
-
     def _on_sync(self, message: Sync, envelope: Envelope, now: float) -> None:
         self._apply_all(message.updates, now)
         if message.view is not None:
@@ -379,13 +286,6 @@ class Core:
         for update in updates:
             if self.membership.apply(update, now) and update.status is Status.SUSPECT:
                 self.detector.urgent(update.member.key, now)
-
-    def _introduce(self, address: str, now: float) -> None:
-        if now >= self._introduced_s.get(address, now):
-            if len(self._introduced_s) > 1024:
-                self._introduced_s.clear()
-            self._introduced_s[address] = now + self._timing.resend_s
-            self._out.put(Send(address, None, Join(self.me)))
 
     def _beat(self, to: Record) -> Beat:
         updates = self.membership.take_news()

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from rendezvous.config import Timing
 from rendezvous.effects import Dial, Forget, Outbox
 from rendezvous.membership import Membership, Record
+from rendezvous.messages import Ack, Beat, IndirectAck, Ping, PingRequest, Status
 from rendezvous.types import MemberKey
-from rendezvous.wire import Ack, Beat, IndirectAck, Ping, PingRequest, Status
 
 MIN_TARGETS = 3
 NUM_ROUNDS = 5

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from rendezvous.messages import Message
 from rendezvous.types import Member, MemberChange, MemberKey, Verdict, View
-from rendezvous.wire import Message
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rendezvous.effects import Changed, Outbox
+from rendezvous.messages import Gossip, Status, Update
 from rendezvous.suspicion import Suspicion
 from rendezvous.types import Change, Member, MemberChange, MemberKey, Role
-from rendezvous.wire import Gossip, Status, Update
 
 MAX_GONE = 2048
 _PIGGYBACK = 8

@@ -14,9 +14,9 @@ from rendezvous.agreement import Agreement
 from rendezvous.config import Config
 from rendezvous.effects import Outbox, Waiting
 from rendezvous.membership import Membership
+from rendezvous.messages import Decided, Status, Wanted
 from rendezvous.types import Member, MemberKey, Role
 from rendezvous.views import natural
-from rendezvous.wire import Decided, Status, Wanted
 
 _MAX_REQUESTS = 16
 

@@ -17,26 +17,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rendezvous import core as protocol
 from rendezvous import effects as out
+from rendezvous import events
 from rendezvous.config import Config, split_endpoint
+from rendezvous.core import Core
 from rendezvous.discovery import ContactReader, is_literal, publish, read_contacts
 from rendezvous.membership import Record
+from rendezvous.messages import AppMessage, Message, StoreCall, StoreResult
 from rendezvous.store_router import StoreRouter
 from rendezvous.transport import Incoming, Transport
 from rendezvous.types import Application, Member, MemberKey, StoreReply, Verdict, View
-from rendezvous.wire import (
-    MAX_MESSAGE_BYTES,
-    AppMessage,
-    Envelope,
-    Message,
-    StoreCall,
-    StoreResult,
-    WireError,
-    decode,
-    encode,
-    pack,
-)
+from rendezvous.wire import MAX_MESSAGE_BYTES, Envelope, WireError, decode, encode, pack
 from rendezvous.zmq_transport import ZmqTransport
 
 CLOSE_LINGER_S = 0.5
@@ -95,7 +86,7 @@ class Node:
             host_owned=_host_owned(config),
         )
         now = time.monotonic()
-        self._core = protocol.Core(me, config, _Oracle(application), random.Random(), now)
+        self._core = Core(me, config, _Oracle(application), random.Random(), now)
         self._store = StoreRouter(me.key, self._send_store, config.timing.failure_s / 4)
         self.counters = Counters()
         self._readers: dict[int, Callable[[], None]] = {}
@@ -163,7 +154,7 @@ class Node:
     def run(self) -> None:
         """Serve until `stop`. Whatever a callback raises comes out here; the node may then only be closed."""
         self._start_contacts()
-        self._step(protocol.Tick())
+        self._step(events.Tick())
         while not self._stopped:
             self._handle(self._transport.poll(self._wait_s()))
             while self._calls and not self._stopped:
@@ -172,7 +163,7 @@ class Node:
             now = time.monotonic()
             self._store.tick(now)
             if now >= self._core.next_deadline_s():
-                self._step(protocol.Tick())
+                self._step(events.Tick())
 
     def stop(self) -> None:
         """Make `run` return after the callback that is being served. From the node's thread."""
@@ -209,11 +200,11 @@ class Node:
             except WireError:
                 self.counters.malformed += 1
                 continue
-            self._step(protocol.Received(envelope))
+            self._step(events.Received(envelope))
         for address in incoming.lost:
-            self._step(protocol.ConnectionLost(address))
+            self._step(events.ConnectionLost(address))
         for address, refused in incoming.dialed:
-            self._step(protocol.Dialed(address, refused))
+            self._step(events.Dialed(address, refused))
         for fd in incoming.readable:
             callback = self._readers.get(fd)
             if callback is not None and not self._stopped:
@@ -232,11 +223,11 @@ class Node:
             )
 
     def _read_contacts(self, addresses: list[str], problems: list[str]) -> None:
-        self._step(protocol.Contacts(tuple(addresses), tuple(problems)))
+        self._step(events.Contacts(tuple(addresses), tuple(problems)))
 
     # -- the core ---------------------------------------------------------------------------------------------------
 
-    def _step(self, event: protocol.Event) -> None:
+    def _step(self, event: events.Event) -> None:
         """Effects happen in the order in which they came up, also when a callback causes new ones."""
         self._effects.extend(self._core.step(event, time.monotonic()))
         if self._performing:
@@ -289,7 +280,7 @@ class Node:
 
     def propose(self, reason: str) -> None:
         """Ask for the next epoch, and why. Void once a higher epoch is decided, whoever proposed that."""
-        self._step(protocol.Propose(reason))
+        self._step(events.Propose(reason))
 
     def send(self, to: MemberKey, kind: str, body: Any) -> None:
         """Send a message to a live member, at most once, in order as long as a connection lasts; else it is dropped.
@@ -314,15 +305,15 @@ class Node:
 
     def declare(self, verdict: Verdict) -> None:
         """End the job: told to everybody until this node is closed. The first verdict that a node hears counts."""
-        self._step(protocol.Declare(verdict))
+        self._step(events.Declare(verdict))
 
     def leave(self, reason: str) -> None:
         """Announce this node's departure; it has no part in later views. Call `stop` afterwards."""
-        self._step(protocol.Leave(reason))
+        self._step(events.Leave(reason))
 
     def assume_dead(self, name: str, reason: str) -> None:
         """Count every incarnation of `name` as gone for ever. Only for who knows that it cannot come back."""
-        self._step(protocol.AssumeDead(name, reason))
+        self._step(events.AssumeDead(name, reason))
 
     # -- the store --------------------------------------------------------------------------------------------------
 

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from rendezvous.messages import StoreCall, StoreResult
 from rendezvous.store_shard import ENDED, Replies, StoreShard
 from rendezvous.types import Member, MemberKey, StoreReply, View
-from rendezvous.wire import StoreCall, StoreResult
 
 MAX_REMEMBERED = 16384
 MAX_AHEAD = 4096

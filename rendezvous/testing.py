@@ -18,68 +18,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rendezvous import core as protocol
 from rendezvous import effects as out
+from rendezvous import events
 from rendezvous.config import Config, Timing
+from rendezvous.core import Core
+from rendezvous.faults import Fault
+from rendezvous.invariants import wrong_with
+from rendezvous.messages import AcceptedVote, Ballot, Promise
 from rendezvous.types import Member, MemberKey, Role, View
-from rendezvous.wire import AcceptedVote, Ballot, Envelope, Promise
+from rendezvous.wire import Envelope
 
 
 class InvariantViolation(AssertionError):
     """Something that must never happen happened; the text has seed, schedule and the last events."""
-
-
-@dataclass(frozen=True, slots=True)
-class Fault:
-    """`kind` happens at `at_s` to `who`.
-
-    crash, restart, pause, resume, leave, propose (who: a name); cut (who: the names of one side, "a,b", or of both,
-    "a|b,c"), cut_one_way (from the first name to all others), heal; ambush (the next node that completes a
-    decision loses what it then sends and is cut off), ambush_crash (it crashes instead); loss (amount: share of
-    messages lost), calm.
-    """
-
-    at_s: float
-    kind: str
-    who: str = ""
-    amount: float = 0.0
-
-
-_RANDOM_KINDS = (
-    "crash",
-    "crash",
-    "pause",
-    "cut",
-    "cut",
-    "cut_one_way",
-    "loss",
-    "loss",
-    "propose",
-    "propose",
-    "leave",
-    "ambush",
-    "ambush_crash",
-)
-_ENDS = {"crash": "restart", "pause": "resume", "cut": "heal", "cut_one_way": "heal", "ambush": "heal", "loss": "calm"}
-
-
-def random_schedule(rng: random.Random, names: Sequence[str], until_s: float, num_faults: int) -> tuple[Fault, ...]:
-    """Faults at random times, often several within one decision; all but crashes and departures end by `until_s`."""
-    faults: list[Fault] = []
-    at_s = rng.uniform(0.0, until_s)
-    for _ in range(num_faults):
-        # A decision takes some 50 ms: the next fault hits the same one, or comes at any time.
-        at_s = min(until_s, at_s + rng.expovariate(40.0)) if rng.random() < 0.7 else rng.uniform(0.0, until_s)
-        kind = rng.choice(_RANDOM_KINDS)
-        end_s = min(until_s, at_s + rng.expovariate(2.0 if rng.random() < 0.5 else 20.0))
-        who = rng.choice(names)
-        if kind in ("cut", "cut_one_way"):
-            who = ",".join(rng.sample(list(names), rng.randint(1, max(1, len(names) // 2))))
-        faults.append(Fault(at_s, kind, who, rng.uniform(0.05, 0.8)))
-        end = _ENDS.get(kind)
-        if end is not None and (end != "restart" or rng.random() < 0.7):
-            faults.append(Fault(end_s, end, who if end in ("restart", "resume") else ""))
-    return tuple(sorted(faults, key=lambda fault: fault.at_s))
 
 
 class _Application:
@@ -106,13 +57,13 @@ class _Application:
 class SimulatedNode:
     """One life of one agent."""
 
-    core: protocol.Core
+    core: Core
     running: bool = True
     paused: bool = False
     evicted: bool = False
     left: bool = False
     views: list[View] = field(default_factory=list)
-    backlog: list[protocol.Event] = field(default_factory=list)
+    backlog: list[events.Event] = field(default_factory=list)
     next_tick_s: float = 0.0
 
     @property
@@ -120,9 +71,9 @@ class SimulatedNode:
         return self.core.me
 
 
-def _decides(event: protocol.Event) -> bool:
+def _decides(event: events.Event) -> bool:
     """Can this event complete a decision here, rather than bring one that was made elsewhere?"""
-    return not isinstance(event, protocol.Received) or isinstance(event.envelope.message, AcceptedVote | Promise)
+    return not isinstance(event, events.Received) or isinstance(event.envelope.message, AcceptedVote | Promise)
 
 
 class Simulation:
@@ -139,7 +90,7 @@ class Simulation:
         witnesses: Sequence[str] = (),
         timing: Timing | None = None,
         start_s: Mapping[str, float] | None = None,
-        core_type: Callable[..., protocol.Core] = protocol.Core,
+        core_type: Callable[..., Core] = Core,
     ) -> None:
         self.seed = seed
         self.schedule = tuple(schedule)
@@ -211,9 +162,9 @@ class Simulation:
         node = SimulatedNode(core)
         self.nodes[name] = node
         self._note(f"{member.key} starts")
-        self._step(node, protocol.Contacts(config.contacts))
+        self._step(node, events.Contacts(config.contacts))
 
-    def _step(self, node: SimulatedNode, event: protocol.Event) -> None:
+    def _step(self, node: SimulatedNode, event: events.Event) -> None:
         if not node.running:
             return
         if node.paused:
@@ -250,7 +201,7 @@ class Simulation:
     def _tick(self, node: SimulatedNode, due_s: float) -> None:
         if node.next_tick_s == due_s and not node.paused:
             node.next_tick_s = 0.0
-            self._step(node, protocol.Tick())
+            self._step(node, events.Tick())
 
     def _perform(self, node: SimulatedNode, effect: out.Effect) -> None:
         match effect:
@@ -293,7 +244,7 @@ class Simulation:
     def _deliver(self, target: str, envelope: Envelope) -> None:
         node = self.nodes.get(target)
         if node is not None:
-            self._step(node, protocol.Received(envelope))
+            self._step(node, events.Received(envelope))
 
     def _dial(self, node: SimulatedNode, address: str) -> None:
         target = self._name_at(address)
@@ -301,7 +252,7 @@ class Simulation:
         listener = self.nodes.get(target)
         refused = reachable and (listener is None or not listener.running)
         delay_s = self._rng.uniform(0.0005, 0.01) if reachable else self._timing.dial_s
-        self._at(self.now + delay_s, lambda: self._step(node, protocol.Dialed(address, refused)))
+        self._at(self.now + delay_s, lambda: self._step(node, events.Dialed(address, refused)))
 
     # -- faults -----------------------------------------------------------------------------------------------------
 
@@ -333,9 +284,9 @@ class Simulation:
             case "calm":
                 self._loss = 0.0
             case "propose":
-                self._command(fault.who, protocol.Propose("the schedule says so"))
+                self._command(fault.who, events.Propose("the schedule says so"))
             case "leave":
-                self._command(fault.who, protocol.Leave("the schedule says so"))
+                self._command(fault.who, events.Leave("the schedule says so"))
                 if fault.who in self.nodes:
                     self.nodes[fault.who].left = True
             case _:
@@ -355,7 +306,7 @@ class Simulation:
         for other in self.nodes.values():
             if self._passes(name, other.member.name):
                 delay_s = self._rng.uniform(0.0005, 0.01)
-                event = protocol.ConnectionLost(node.member.address)
+                event = events.ConnectionLost(node.member.address)
                 self._at(self.now + delay_s, functools.partial(self._step, other, event))
 
     def _restart(self, name: str) -> None:
@@ -372,9 +323,9 @@ class Simulation:
         backlog, node.backlog = node.backlog, []
         for event in backlog:
             self._step(node, event)
-        self._step(node, protocol.Tick())
+        self._step(node, events.Tick())
 
-    def _command(self, name: str, event: protocol.Event) -> None:
+    def _command(self, name: str, event: events.Event) -> None:
         node = self.nodes.get(name)
         if node is not None and node.running:
             self._step(node, event)
@@ -390,30 +341,12 @@ class Simulation:
         known = self.decided.setdefault(view.epoch, view)
         self._check(known == view, f"epoch {view.epoch} was decided twice: {known} and {view}")
         if known is view:
-            self._check_decision(view)
-
-    def _check_decision(self, view: View) -> None:
-        previous = self.decided.get(view.epoch - 1)
-        self._check(previous is not None or view.epoch == 1, f"epoch {view.epoch} follows no decided one")
-        voters = [keys for (epoch, _), (held, keys) in self._accepted.items() if epoch == view.epoch and held == view]
-        if previous is None:
-            needed, counted = len(self._addresses), [{key.name for key in keys} for keys in voters]
-            enough = any(2 * len(names) > needed for names in counted)
-        else:
-            enough = any(2 * len(keys & previous.keys) >= len(previous.keys) for keys in voters)
-            gone = previous.keys - view.keys
-            kept = [m.key for m in previous.places if m.key not in gone and m in view.places]
-            order = [m.key for m in view.places if m.key in kept]
-            self._check(order == kept, f"epoch {view.epoch} moved survivors")
-            same = [m.key for m in previous.places] == [m.key for m in view.places]
-            expected = (previous.round, view.epoch) if same else (view.epoch,)
-            self._check(view.round in expected, f"epoch {view.epoch} has the round {view.round}")
-            self._check(view.nonce == previous.nonce, f"epoch {view.epoch} changed the nonce")
-        self._check(enough, f"epoch {view.epoch} was decided by too few: {voters}")
-        low, high, *_ = self._sizes
-        self._check(low <= len(view.places) <= high, f"epoch {view.epoch} has {len(view.places)} places")
-        names = [m.name for m in view.members]
-        self._check(len(set(names)) == len(names), f"epoch {view.epoch} has a name twice: {names}")
+            before = self.decided.get(view.epoch - 1)
+            voters = [
+                keys for (epoch, _), (held, keys) in self._accepted.items() if (epoch, held) == (view.epoch, view)
+            ]
+            wrong = wrong_with(view, before, voters, len(self._addresses), *self._sizes[:2])
+            self._check(wrong is None, f"epoch {view.epoch} {wrong}")
 
     def check_converged(self) -> None:
         """After a long calm: if the newest view known can still decide, it holds exactly the live members; all know

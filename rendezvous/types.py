@@ -14,10 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-MAX_NAME_CHARS = 256
-MAX_TEXT_CHARS = 4096
+from rendezvous.plain import MAX_NAME_CHARS, count_from, list_from, table_from, text_from
+
 MAX_LABELS = 64
-MAX_MEMBERS = 4096
 
 
 class RendezvousError(RuntimeError):
@@ -37,34 +36,6 @@ class MemberKey(NamedTuple):
 class Role(enum.StrEnum):
     NODE = "node"
     WITNESS = "witness"
-
-
-def text_from(value: object, what: str, limit: int = MAX_TEXT_CHARS) -> str:
-    """`value` if it is a string of at most `limit` characters, else ValueError."""
-    if not isinstance(value, str) or len(value) > limit:
-        raise ValueError(f"{what} must be a string of at most {limit} characters")
-    return value
-
-
-def count_from(value: object, what: str, limit: int = 2**63 - 1) -> int:
-    """`value` if it is an integer in 0..limit, else ValueError."""
-    if type(value) is not int or not 0 <= value <= limit:
-        raise ValueError(f"{what} must be an integer between 0 and {limit}")
-    return value
-
-
-def list_from(value: object, what: str, num_items: int | None = None, limit: int = MAX_MEMBERS) -> list[Any]:
-    """`value` if it is a list (of exactly `num_items` items where given), else ValueError."""
-    if not isinstance(value, list) or len(value) > limit or (num_items is not None and len(value) != num_items):
-        raise ValueError(f"{what} must be a list of {num_items if num_items is not None else f'at most {limit}'} items")
-    return value
-
-
-def table_from(value: object, what: str) -> dict[str, Any]:
-    """`value` if it is a dict with string keys, else ValueError."""
-    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
-        raise ValueError(f"{what} must be a table with string keys")
-    return value
 
 
 def split_address(address: str) -> tuple[str, int]:

@@ -3,9 +3,11 @@
 Flows in: the previous view, who can be used, whose votes came in. Flows out: a plan, or a sentence why there is none.
 Invariants: survivors keep their places; two vote sets that `has_quorum` accepts for one epoch share a voter that has
 not lost its memory, so two values can never both be decided.
-Limits: the first view has no previous one to count votes in. It counts names against the maximum size, so a restarted
-agent is safe there once a majority of the expected names has learned the first view; and the numbers given at start
-must be true.
+Limits: the first view has no previous one to count votes in. It counts names against the maximum size, so the numbers
+given at start must be true, and an agent that is restarted must say so (`Config.rejoin`): one that does not is safe
+only once a majority of the expected names has learned the first view. When more than half of a view's members die
+within one decision, the others wait although the deaths are proven, until somebody vouches for their end
+(`assume_dead`), unless the run was told that proof suffices.
 """
 
 from __future__ import annotations
@@ -21,11 +23,15 @@ from rendezvous.types import Member, MemberKey, Role, View
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How many training nodes a view may have, and how many members the first one counts votes against."""
+    """How many training nodes a view may have, and how many members the first one counts votes against.
+
+    `proof_suffices`: whoever is proven dead is not needed for a quorum, however many they are.
+    """
 
     num_nodes_min: int
     num_nodes_max: int
     max_size: int
+    proof_suffices: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +56,8 @@ def has_quorum(
 
     After a view: a majority of its members that are not fenced; or exactly half of them (a tie) when all the others
     are proven dead. Not fewer, even if the rest is proven dead: while this side was cut off, the rest may have gone on
-    with new members before it died. Two such sets always share a member: two majorities do; and the other half of a
-    tie is dead for ever.
+    with new members before it died. `Sizes.proof_suffices` takes that risk. Else two such sets always share a member:
+    two majorities do; and the other half of a tie is dead for ever.
     """
     if view is None:
         names = {key.name for key in votes}
@@ -62,7 +68,8 @@ def has_quorum(
     counted = votes & voters
     if 2 * len(counted) > len(voters):
         return True
-    return 2 * len(counted) == len(voters) and voters - counted <= gone
+    allowed = sizes.proof_suffices or 2 * len(counted) == len(voters)
+    return bool(counted) and allowed and voters - counted <= gone
 
 
 def quorum_text(view: View | None, num_votes: int, sizes: Sizes) -> str:

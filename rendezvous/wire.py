@@ -1,6 +1,6 @@
-"""What travels between nodes: message values, and their bytes.
+"""Messages and their bytes.
 
-Flows in: message values, or bytes from the network. Flows out: bytes, or an `Envelope`.
+Flows in: envelopes, or bytes from the network. Flows out: bytes, or an `Envelope`.
 Invariants: tags are append-only, they are the protocol; whatever bytes come in, `decode` returns an envelope of exactly
 checked fields or raises `WireError`; `decode(encode(e)) == e`.
 Limits: one message is at most MAX_MESSAGE_BYTES; MessagePack only (no object construction from the network).
@@ -9,137 +9,60 @@ Limits: one message is at most MAX_MESSAGE_BYTES; MessagePack only (no object co
 from __future__ import annotations
 
 import dataclasses
-import enum
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import msgpack
 
-from rendezvous.types import (
+from rendezvous.messages import (
+    Accept,
+    Accepted,
+    AcceptedVote,
+    Ack,
+    AppMessage,
+    Beat,
+    Decided,
+    Ended,
+    Gossip,
+    IndirectAck,
+    Join,
+    JoinRefused,
+    Message,
+    Ping,
+    PingRequest,
+    Prepare,
+    Promise,
+    Reject,
+    StoreCall,
+    StoreResult,
+    Sync,
+    ViewWanted,
+    Wanted,
+    ballot_from,
+    updates_from,
+)
+from rendezvous.plain import (
     MAX_NAME_CHARS,
-    Member,
-    MemberKey,
-    Verdict,
-    View,
-    address_from,
     count_from,
-    key_from,
+    flag_from,
     list_from,
+    optional,
+    seconds_from,
     table_from,
     text_from,
+    to_plain,
 )
+from rendezvous.types import Member, MemberKey, Verdict, View, address_from, key_from
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_BALLOT_BYTES = 64 * 2**10
 MAX_PROGRESS_BYTES = 2**10
 
-T = TypeVar("T")
-
 
 class WireError(ValueError):
     """Bytes that are no message of this protocol."""
-
-
-class Status(enum.IntEnum):
-    """What a member is thought to be. At equal refutation numbers the greater one is the news."""
-
-    ALIVE = 0
-    SUSPECT = 1
-    DEAD = 2  # silent for too long: may still refute, keeps its vote
-    LEFT = 3  # said good-bye, for ever: proposes nothing more, votes as long as it is there
-    GONE = 4  # proven dead, or voted out: for ever
-    FENCED = 5  # gone, and somebody outside guarantees that nothing it began goes on: its vote is not missed
-
-
-@dataclass(frozen=True, slots=True)
-class Update:
-    """One member's status as somebody sees it. `proof`: certain (the member votes no more); `origin`: who says so."""
-
-    member: Member
-    status: Status
-    refutation: int
-    reason: str
-    proof: bool
-    origin: str
-
-    def to_plain(self) -> list[Any]:
-        return [self.member.to_plain(), int(self.status), self.refutation, self.reason, self.proof, self.origin]
-
-    @staticmethod
-    def from_plain(value: object) -> Update:
-        member, status, refutation, reason, proof, origin = list_from(value, "an update", 6)
-        return Update(
-            Member.from_plain(member),
-            Status(status),
-            count_from(refutation, "a refutation"),
-            text_from(reason, "a reason"),
-            _flag(proof),
-            text_from(origin, "an origin", MAX_NAME_CHARS),
-        )
-
-
-class Ballot(NamedTuple):
-    """Totally ordered; unique because each proposer uses a number once."""
-
-    number: int
-    proposer: MemberKey
-
-
-@dataclass(frozen=True, slots=True)
-class Accepted:
-    """What an acceptor holds: the value and the ballot it came with."""
-
-    ballot: Ballot
-    view: View
-
-    def to_plain(self) -> list[Any]:
-        return [_plain(self.ballot), self.view.to_plain()]
-
-    @staticmethod
-    def from_plain(value: object) -> Accepted:
-        ballot, view = list_from(value, "an accepted value", 2)
-        return Accepted(_ballot(ballot), View.from_plain(view))
-
-
-@dataclass(frozen=True, slots=True)
-class Beat:
-    """The part common to all heartbeats. `epoch`: newest view known to the sender; `refutation`: its own."""
-
-    epoch: int
-    refutation: int
-    updates: tuple[Update, ...] = ()
-    verdict: Verdict | None = None
-    progress: Mapping[str, Any] = field(default_factory=dict, hash=False)
-
-    def to_plain(self) -> list[Any]:
-        return [self.epoch, self.refutation, _plain(self.updates), _plain(self.verdict), dict(self.progress)]
-
-    @staticmethod
-    def from_plain(value: object) -> Beat:
-        epoch, refutation, updates, verdict, progress = list_from(value, "a beat", 5)
-        return Beat(
-            count_from(epoch, "an epoch"),
-            count_from(refutation, "a refutation"),
-            _updates(updates),
-            _optional(Verdict.from_plain)(verdict),
-            table_from(progress, "progress"),
-        )
-
-
-def _plain(value: Any) -> Any:
-    if hasattr(value, "to_plain"):
-        return value.to_plain()
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _flag(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("a flag must be a bool")
-    return value
 
 
 def _number(value: object) -> int:
@@ -158,218 +81,34 @@ def _list(value: object) -> list[Any]:
     return list_from(value, "a list", limit=2**20)
 
 
-def _seconds(value: object) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1e9:
-        raise ValueError("a duration must be a number of seconds")
-    return float(value)
-
-
-def _ballot(value: object) -> Ballot:
-    number, proposer = list_from(value, "a ballot", 2)
-    return Ballot(count_from(number, "a ballot's number"), key_from(proposer))
-
-
-def _updates(value: object) -> tuple[Update, ...]:
-    return tuple(Update.from_plain(item) for item in list_from(value, "updates"))
-
-
-def _optional(decoder: Callable[[object], T]) -> Callable[[object], T | None]:
-    return lambda value: None if value is None else decoder(value)
-
-
 def _any(value: object) -> Any:
     return value
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """I exist. Sent to contacts, and to whoever seems not to know the sender."""
-
-    member: Member
-
-
-@dataclass(frozen=True, slots=True)
-class JoinRefused:
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Sync:
-    """The sender's whole table and newest view; `reply` asks for the same in return."""
-
-    updates: tuple[Update, ...]
-    view: View | None
-    verdict: Verdict | None
-    reply: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Ping:
-    seq: int
-    beat: Beat
-
-
-@dataclass(frozen=True, slots=True)
-class Ack:
-    seq: int
-    beat: Beat
-
-
-@dataclass(frozen=True, slots=True)
-class PingRequest:
-    seq: int
-    target: MemberKey
-
-
-@dataclass(frozen=True, slots=True)
-class IndirectAck:
-    seq: int
-    target: MemberKey
-
-
-@dataclass(frozen=True, slots=True)
-class Gossip:
-    updates: tuple[Update, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Prepare:
-    epoch: int
-    ballot: Ballot
-
-
-@dataclass(frozen=True, slots=True)
-class Promise:
-    """`votes` is false from a member that is no voter of this epoch: it only tells its `data`."""
-
-    epoch: int
-    ballot: Ballot
-    votes: bool
-    accepted: Accepted | None
-    data: Mapping[str, Any] = field(hash=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Accept:
-    epoch: int
-    ballot: Ballot
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class AcceptedVote:
-    epoch: int
-    ballot: Ballot
-
-
-@dataclass(frozen=True, slots=True)
-class Reject:
-    """The acceptor is bound to `promised`, which is higher than `ballot`."""
-
-    epoch: int
-    ballot: Ballot
-    promised: Ballot
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    view: View
-
-
-@dataclass(frozen=True, slots=True)
-class ViewWanted:
-    """Tell me your newest view if it is newer than `epoch`."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A member asks for the epoch after `epoch`, and why."""
-
-    epoch: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    verdict: Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class AppMessage:
-    kind: str
-    body: Any = field(hash=False)
-
-
-@dataclass(frozen=True, slots=True)
-class StoreCall:
-    """One operation for the receiver's shard of `round`. (sender, call) is unique: a repeated call is done once."""
-
-    call: int
-    round: int
-    op: str
-    args: list[Any] = field(hash=False)
-    deadline_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class StoreResult:
-    call: int
-    ok: bool
-    value: Any = field(hash=False)
-    error: str
-    ended: bool
-    timed_out: bool
 
 
 # tag = position + 1. Append only: a tag that was ever released keeps its meaning.
 _MESSAGES: tuple[tuple[type[Any], tuple[Callable[[object], Any], ...]], ...] = (
     (Join, (Member.from_plain,)),
     (JoinRefused, (_text,)),
-    (Sync, (_updates, _optional(View.from_plain), _optional(Verdict.from_plain), _flag)),
+    (Sync, (updates_from, optional(View.from_plain), optional(Verdict.from_plain), flag_from)),
     (Ping, (_number, Beat.from_plain)),
     (Ack, (_number, Beat.from_plain)),
     (PingRequest, (_number, key_from)),
     (IndirectAck, (_number, key_from)),
-    (Gossip, (_updates,)),
-    (Prepare, (_number, _ballot)),
-    (Promise, (_number, _ballot, _flag, _optional(Accepted.from_plain), _table)),
-    (Accept, (_number, _ballot, View.from_plain)),
-    (AcceptedVote, (_number, _ballot)),
-    (Reject, (_number, _ballot, _ballot)),
+    (Gossip, (updates_from,)),
+    (Prepare, (_number, ballot_from)),
+    (Promise, (_number, ballot_from, flag_from, optional(Accepted.from_plain), _table)),
+    (Accept, (_number, ballot_from, View.from_plain)),
+    (AcceptedVote, (_number, ballot_from)),
+    (Reject, (_number, ballot_from, ballot_from)),
     (Decided, (View.from_plain,)),
     (ViewWanted, (_number,)),
     (Wanted, (_number, _text)),
     (Ended, (Verdict.from_plain,)),
     (AppMessage, (_text, _any)),
-    (StoreCall, (_number, _number, _text, _list, _seconds)),
-    (StoreResult, (_number, _flag, _any, _text, _flag, _flag)),
+    (StoreCall, (_number, _number, _text, _list, seconds_from)),
+    (StoreResult, (_number, flag_from, _any, _text, flag_from, flag_from)),
 )
 _TAGS: dict[type[Any], int] = {kind: index + 1 for index, (kind, _) in enumerate(_MESSAGES)}
-
-Message: TypeAlias = (
-    Join
-    | JoinRefused
-    | Sync
-    | Ping
-    | Ack
-    | PingRequest
-    | IndirectAck
-    | Gossip
-    | Prepare
-    | Promise
-    | Accept
-    | AcceptedVote
-    | Reject
-    | Decided
-    | ViewWanted
-    | Wanted
-    | Ended
-    | AppMessage
-    | StoreCall
-    | StoreResult
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +139,7 @@ def pack(value: Any, limit_bytes: int, what: str) -> bytes:
 def encode(envelope: Envelope) -> bytes:
     """The bytes of a message; ValueError if it holds something that is not plain or too long."""
     message = envelope.message
-    fields = [_plain(getattr(message, spec.name)) for spec in dataclasses.fields(message)]
+    fields = [to_plain(getattr(message, spec.name)) for spec in dataclasses.fields(message)]
     frame = [
         PROTOCOL,
         envelope.run_id,
@@ -430,7 +169,7 @@ def decode(frame: bytes) -> Envelope:
             text_from(nonce, "a nonce", 64),
             key_from(sender),
             address_from(address),
-            _optional(key_from)(to),
+            optional(key_from)(to),
             kind(*(decoder(item) for decoder, item in zip(decoders, items, strict=True))),
         )
     except WireError:

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 from rendezvous.config import Config
+from rendezvous.messages import AppMessage, Join
 from rendezvous.node import Node
 from rendezvous.transport import Incoming
 from rendezvous.types import Member, MemberChange, MemberKey, RendezvousError, StoreReply, Verdict, View
-from rendezvous.wire import AppMessage, Envelope, Join, decode, encode
+from rendezvous.wire import Envelope, decode, encode
 from rendezvous.zmq_transport import ZmqTransport
 
 

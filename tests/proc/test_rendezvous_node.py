@@ -83,6 +83,32 @@ def test_member_without_places_to_fill_waits_and_says_why() -> None:
         assert b.find("view")[-1]["members"][0] == ["d", "b"]
 
 
+def test_survivor_of_two_silent_ones_waits_until_somebody_vouches_for_their_death() -> None:
+    with cluster(num_nodes_min=1, num_nodes_max=3) as running:
+        a, b, c = start_three(running)
+        for process in (a, b):
+            process.signal(signal.SIGSTOP)
+        running.wait(
+            lambda: any("2 of 3 votes are needed and 1 came" in e["reason"] for e in c.find("waiting")),
+            "the sentence about missing votes",
+        )
+        assert in_view(c, "abc")
+        c.command("assume_dead", "a")
+        c.command("assume_dead", "b")
+        running.wait(lambda: in_view(c, "c"), "a view of c alone")
+        for process in (a, b):
+            process.signal(signal.SIGCONT)
+        running.wait(lambda: a.find("evicted") and b.find("evicted"), "the eviction of those that were frozen")
+
+
+def test_two_of_three_killed_at_once_the_last_goes_on_where_proof_suffices() -> None:
+    with cluster(num_nodes_min=1, num_nodes_max=3, proof_suffices=True) as running:
+        a, b, c = start_three(running)
+        for process in (a, b):
+            process.signal(signal.SIGKILL)
+        running.wait(lambda: in_view(c, "c"), "a view of c alone")
+
+
 def test_verdict_messages_requests_and_departure_reach_everybody() -> None:
     with cluster(**SIZES, key=KEY) as running:
         a, b, c = start_three(running)

@@ -11,7 +11,8 @@ import pytest
 
 from rendezvous import agreement, views
 from rendezvous.agreement import Agreement, Proposal
-from rendezvous.testing import Fault, InvariantViolation, Simulation, random_schedule
+from rendezvous.faults import Fault, random_schedule
+from rendezvous.testing import InvariantViolation, Simulation
 from rendezvous.types import Change, MemberKey, View
 from rendezvous.views import Sizes
 

@@ -12,9 +12,7 @@ from rendezvous.agreement import Agreement
 from rendezvous.config import Timing
 from rendezvous.effects import Outbox, Send, Waiting
 from rendezvous.membership import Membership
-from rendezvous.types import Member, MemberKey, View
-from rendezvous.views import Sizes
-from rendezvous.wire import (
+from rendezvous.messages import (
     Accept,
     Accepted,
     AcceptedVote,
@@ -28,6 +26,8 @@ from rendezvous.wire import (
     Update,
     ViewWanted,
 )
+from rendezvous.types import Member, MemberKey, View
+from rendezvous.views import Sizes
 
 TIMING = Timing(1.0, 10.0)
 

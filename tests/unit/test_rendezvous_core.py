@@ -8,19 +8,17 @@ from typing import Any
 
 import pytest
 
-from rendezvous import core as protocol
+from rendezvous import events
 from rendezvous.config import Config
 from rendezvous.core import Core
 from rendezvous.effects import Changed, Deliver, Effect, Evicted, Installed, JobEnded, Send, Waiting
-from rendezvous.types import Change, Member, MemberKey, Role, Verdict, View
-from rendezvous.wire import (
+from rendezvous.messages import (
     Ack,
     AppMessage,
     Ballot,
     Beat,
     Decided,
     Ended,
-    Envelope,
     Gossip,
     Join,
     JoinRefused,
@@ -33,6 +31,8 @@ from rendezvous.wire import (
     ViewWanted,
     Wanted,
 )
+from rendezvous.types import Change, Member, MemberKey, Role, Verdict, View
+from rendezvous.wire import Envelope
 
 
 class Oracle:
@@ -66,13 +66,13 @@ class Bench:
         self.core = Core(me, Config("run", "a", me.address, **settings), Oracle(), random.Random(1), 0.0)
         self.now = 0.0
 
-    def step(self, event: protocol.Event, now: float | None = None) -> list[Effect]:
+    def step(self, event: events.Event, now: float | None = None) -> list[Effect]:
         self.now = self.now if now is None else now
         return self.core.step(event, self.now)
 
     def hear(self, sender: Member, message: Message, *, nonce: str = "", run: str = "run", to: int = 1) -> list[Effect]:
         envelope = Envelope(run, nonce, sender.key, sender.address, MemberKey("a", to), message)
-        return self.step(protocol.Received(envelope))
+        return self.step(events.Received(envelope))
 
     def know(self, *members: Member) -> None:
         for one in members:
@@ -105,18 +105,18 @@ def test_join_that_speaks_for_somebody_else_is_ignored() -> None:
 def test_contacts_are_asked_until_somebody_answers_and_then_those_that_are_missing() -> None:
     bench = Bench()
     contacts = (member("a").address, member("b").address, member("c").address)
-    bench.step(protocol.Contacts(contacts))
-    asked = [address for address, _ in sent(bench.step(protocol.Tick(), 0.0), Join)]
+    bench.step(events.Contacts(contacts))
+    asked = [address for address, _ in sent(bench.step(events.Tick(), 0.0), Join)]
     assert asked == list(contacts[1:])
     bench.know(member("b"))
-    asked = [address for address, _ in sent(bench.step(protocol.Tick(), 1.0), Join)]
+    asked = [address for address, _ in sent(bench.step(events.Tick(), 1.0), Join)]
     assert asked == [contacts[2]]
 
 
 def test_lonely_node_reports_its_contacts_after_a_deadline() -> None:
     bench = Bench()
-    bench.step(protocol.Contacts((member("b").address,), ("node9:1: Name or service not known",)))
-    reasons = [e.reason for t in range(20) for e in bench.step(protocol.Tick(), t / 2) if isinstance(e, Waiting)]
+    bench.step(events.Contacts((member("b").address,), ("node9:1: Name or service not known",)))
+    reasons = [e.reason for t in range(20) for e in bench.step(events.Tick(), t / 2) if isinstance(e, Waiting)]
     (reason,) = [reason for reason in reasons if reason.startswith("no contact answers")]
     assert member("b").address in reason
     assert "node9:1: Name or service not known" in reason
@@ -124,7 +124,7 @@ def test_lonely_node_reports_its_contacts_after_a_deadline() -> None:
 
 def test_message_of_another_run_changes_nothing() -> None:
     bench = Bench()
-    bench.step(protocol.Tick())
+    bench.step(events.Tick())
     assert bench.hear(member("b"), Join(member("b")), run="other") == []
     bench.hear(member("b"), Decided(view_of("ab")), nonce="nonce")
     assert bench.hear(member("c"), Decided(view_of("ab", 2)), nonce="foreign") == []
@@ -245,7 +245,7 @@ def test_heartbeat_with_an_older_epoch_is_answered_with_the_view() -> None:
 def test_progress_of_others_is_kept_with_its_time() -> None:
     bench = Bench()
     bench.know(member("b"))
-    bench.step(protocol.Tick(), 4.0)
+    bench.step(events.Tick(), 4.0)
     bench.hear(member("b"), Ack(99, Beat(0, 0, progress={"step": 12})))
     record = bench.core.members()[member("b").key]
     assert (record.progress, record.progress_s) == ({"step": 12}, 4.0)
@@ -274,9 +274,9 @@ def test_after_the_verdict_nobody_proposes() -> None:
     bench = Bench()
     bench.know(member("b"))
     bench.hear(member("b"), Decided(view_of("ab")))
-    bench.step(protocol.Declare(Verdict(0, "done", member("a").key)))
+    bench.step(events.Declare(Verdict(0, "done", member("a").key)))
     bench.hear(member("b"), Gossip((Update(member("b"), Status.GONE, 0, "", True, "x"),)), nonce="nonce")
-    effects = [e for t in range(40) for e in bench.step(protocol.Tick(), t / 4)]
+    effects = [e for t in range(40) for e in bench.step(events.Tick(), t / 4)]
     assert sent(effects, Prepare) == []
     assert not any(isinstance(e, Installed) for e in effects)
 
@@ -310,20 +310,20 @@ def test_second_in_line_waits_its_stagger_before_it_proposes() -> None:
     bench.know(member("b"))
     bench.hear(member("b"), Decided(view_of("ba")))
     stagger_s = bench.core.config.timing.stagger_s
-    effects = bench.step(protocol.Propose("a worker died"))
+    effects = bench.step(events.Propose("a worker died"))
     assert sent(effects, Prepare) == []
     assert sent(effects, Wanted) == [(member("b").address, Wanted(1, "a worker died"))]
-    assert sent(bench.step(protocol.Tick(), stagger_s - 0.01), Prepare) == []
-    assert len(sent(bench.step(protocol.Tick(), stagger_s), Prepare)) == 1
+    assert sent(bench.step(events.Tick(), stagger_s - 0.01), Prepare) == []
+    assert len(sent(bench.step(events.Tick(), stagger_s), Prepare)) == 1
 
 
 def test_request_is_void_once_an_epoch_is_decided() -> None:
     bench = Bench()
     bench.know(member("b"))
     bench.hear(member("b"), Decided(view_of("ba")))
-    bench.step(protocol.Propose("a worker died"))
+    bench.step(events.Propose("a worker died"))
     bench.hear(member("b"), Decided(view_of("ba", 2)), nonce="nonce")
-    effects = [e for t in range(20) for e in bench.step(protocol.Tick(), t / 4)]
+    effects = [e for t in range(20) for e in bench.step(events.Tick(), t / 4)]
     assert sent(effects, Wanted) == []
 
 
@@ -332,16 +332,16 @@ def test_new_member_is_taken_in_after_a_moment_so_that_several_come_together() -
     bench.know(member("b"))
     bench.hear(member("b"), Decided(view_of("ab")))
     bench.know(member("c"))
-    assert sent(bench.step(protocol.Tick(), 0.1), Prepare) == []
+    assert sent(bench.step(events.Tick(), 0.1), Prepare) == []
     interval_s = bench.core.config.timing.probe_interval_s
-    assert sent(bench.step(protocol.Tick(), interval_s), Prepare)
+    assert sent(bench.step(events.Tick(), interval_s), Prepare)
 
 
 def start(bench: Bench, until_s: float) -> tuple[list[str], float | None]:
     """Tick until the first proposal; -> (what was waited for, when it came)."""
     reasons: list[str] = []
     for tick in range(int(until_s * 10)):
-        effects = bench.step(protocol.Tick(), tick / 10)
+        effects = bench.step(events.Tick(), tick / 10)
         reasons += [e.reason for e in effects if isinstance(e, Waiting)]
         if sent(effects, Prepare):
             return reasons, tick / 10
@@ -395,10 +395,10 @@ def test_assumed_death_lets_a_minority_go_on() -> None:
     bench.hear(member("b"), Decided(view_of("abc")))
     for name in "bc":
         bench.core.membership.judge(member(name).key, Status.DEAD, "silent", 0.0)
-    effects = [e for t in range(40) for e in bench.step(protocol.Tick(), t / 4)]
+    effects = [e for t in range(40) for e in bench.step(events.Tick(), t / 4)]
     assert not any(isinstance(e, Installed) for e in effects)
-    effects = [e for name in "bc" for e in bench.step(protocol.AssumeDead(name, "the scheduler says so"))]
-    effects += [e for t in range(40, 60) for e in bench.step(protocol.Tick(), t / 4)]
+    effects = [e for name in "bc" for e in bench.step(events.AssumeDead(name, "the scheduler says so"))]
+    effects += [e for t in range(40, 60) for e in bench.step(events.Tick(), t / 4)]
     (view,) = [e.view for e in effects if isinstance(e, Installed)]
     assert [m.name for m in view.members] == ["a"]
 
@@ -407,8 +407,8 @@ def test_stall_of_the_loop_counts_against_nobody() -> None:
     bench = Bench(num_nodes_min=1)
     bench.know(member("b"), member("c"))
     bench.hear(member("b"), Decided(view_of("abc")))
-    bench.step(protocol.Tick(), 0.0)
-    effects = bench.step(protocol.Tick(), 60.0)
+    bench.step(events.Tick(), 0.0)
+    effects = bench.step(events.Tick(), 60.0)
     assert not any(isinstance(e, Changed) for e in effects)
 
 
@@ -423,10 +423,10 @@ def test_next_deadline_is_never_in_the_past_after_a_tick() -> None:
     bench = Bench()
     bench.know(member("b"), member("c"))
     bench.hear(member("b"), Decided(view_of("abc")))
-    bench.step(protocol.Propose("a worker died"))
+    bench.step(events.Propose("a worker died"))
     now = 0.0
-    bench.step(protocol.Tick(), now)
+    bench.step(events.Tick(), now)
     for _ in range(300):
         assert bench.core.next_deadline_s() > now
         now = bench.core.next_deadline_s()
-        bench.step(protocol.Tick(), now)
+        bench.step(events.Tick(), now)

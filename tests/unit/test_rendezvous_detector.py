@@ -10,8 +10,8 @@ from rendezvous.config import Timing
 from rendezvous.detector import Detector
 from rendezvous.effects import Dial, Effect, Forget, Outbox, Send
 from rendezvous.membership import Membership
+from rendezvous.messages import Ack, Beat, IndirectAck, Ping, PingRequest, Status, Update
 from rendezvous.types import Member
-from rendezvous.wire import Ack, Beat, IndirectAck, Ping, PingRequest, Status, Update
 
 TIMING = Timing(1.0, 10.0)
 

@@ -9,8 +9,8 @@ import pytest
 
 from rendezvous.effects import Changed, Effect, Outbox, Send
 from rendezvous.membership import Membership
+from rendezvous.messages import Gossip, Status, Update
 from rendezvous.types import Change, Member, Role
-from rendezvous.wire import Gossip, Status, Update
 
 
 def member(name: str, incarnation: int = 1, **more: object) -> Member:

@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from rendezvous.messages import StoreCall, StoreResult
 from rendezvous.store_router import StoreRouter, owner_of
 from rendezvous.types import Member, MemberKey, StoreReply, View
-from rendezvous.wire import StoreCall, StoreResult
 
 
 def member(name: str) -> Member:

@@ -57,6 +57,14 @@ def test_quorum_after_a_view(voters: str, votes: str, gone: str, fenced: str, en
     assert has_quorum(view, keys(votes), keys(gone + fenced), keys(fenced), keys(voters), ANY) is enough
 
 
+@pytest.mark.parametrize(
+    ("votes", "gone", "enough"), [("a", "bc", True), ("a", "b", False), ("", "abc", False), ("ab", "", True)]
+)
+def test_survivor_goes_on_alone_where_proof_suffices(votes: str, gone: str, enough: bool) -> None:
+    sizes = Sizes(1, 9, 9, proof_suffices=True)
+    assert has_quorum(view_of("abc"), keys(votes), keys(gone), frozenset(), keys("abc"), sizes) is enough
+
+
 def test_any_two_quorums_that_can_both_happen_share_a_voter() -> None:
     """`gone` is true for ever, so one of two disjoint quorums would be made of members that the other knows as dead."""
     names = "abcd"

@@ -11,8 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rendezvous import wire
-from rendezvous.types import Member, Role, Verdict, View
-from rendezvous.wire import (
+from rendezvous.messages import (
     Accept,
     Accepted,
     AcceptedVote,
@@ -22,7 +21,6 @@ from rendezvous.wire import (
     Beat,
     Decided,
     Ended,
-    Envelope,
     Gossip,
     IndirectAck,
     Join,
@@ -40,10 +38,9 @@ from rendezvous.wire import (
     Update,
     ViewWanted,
     Wanted,
-    WireError,
-    decode,
-    encode,
 )
+from rendezvous.types import Member, Role, Verdict, View
+from rendezvous.wire import Envelope, WireError, decode, encode
 
 A = Member("node-a", 12, "10.0.0.1:4711", Role.NODE, 8, {"rack": "r1"}, True)
 B = Member("b", 2**53, "[fe80::1]:1", Role.WITNESS, 0, {}, False)

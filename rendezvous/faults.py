@@ -1,0 +1,63 @@
+"""Faults as data, for simulations: what happens when, and random schedules of it.
+
+Flows in: a seeded random source. Flows out: sorted faults. Invariants: the same seed gives the same schedule.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """`kind` happens at `at_s` to `who`.
+
+    crash, restart, pause, resume, leave, propose (who: a name); cut (who: the names of one side, "a,b", or of both,
+    "a|b,c"), cut_one_way (from the first name to all others), heal; ambush (the next node that completes a
+    decision loses what it then sends and is cut off), ambush_crash (it crashes instead); loss (amount: share of
+    messages lost), calm.
+    """
+
+    at_s: float
+    kind: str
+    who: str = ""
+    amount: float = 0.0
+
+
+_RANDOM_KINDS = (
+    "crash",
+    "crash",
+    "pause",
+    "cut",
+    "cut",
+    "cut_one_way",
+    "loss",
+    "loss",
+    "propose",
+    "propose",
+    "leave",
+    "ambush",
+    "ambush_crash",
+)
+_ENDS = {"crash": "restart", "pause": "resume", "cut": "heal", "cut_one_way": "heal", "ambush": "heal", "loss": "calm"}
+
+
+def random_schedule(rng: random.Random, names: Sequence[str], until_s: float, num_faults: int) -> tuple[Fault, ...]:
+    """Faults at random times, often several within one decision; all but crashes and departures end by `until_s`."""
+    faults: list[Fault] = []
+    at_s = rng.uniform(0.0, until_s)
+    for _ in range(num_faults):
+        # A decision takes some 50 ms: the next fault hits the same one, or comes at any time.
+        at_s = min(until_s, at_s + rng.expovariate(40.0)) if rng.random() < 0.7 else rng.uniform(0.0, until_s)
+        kind = rng.choice(_RANDOM_KINDS)
+        end_s = min(until_s, at_s + rng.expovariate(2.0 if rng.random() < 0.5 else 20.0))
+        who = rng.choice(names)
+        if kind in ("cut", "cut_one_way"):
+            who = ",".join(rng.sample(list(names), rng.randint(1, max(1, len(names) // 2))))
+        faults.append(Fault(at_s, kind, who, rng.uniform(0.05, 0.8)))
+        end = _ENDS.get(kind)
+        if end is not None and (end != "restart" or rng.random() < 0.7):
+            faults.append(Fault(end_s, end, who if end in ("restart", "resume") else ""))
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
