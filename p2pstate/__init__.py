@@ -40,6 +40,8 @@ Layout, from the top down (a file imports only what stands above it):
     worker/context.py       this worker's place in the run
     capture.py              live state -> own slots
     replicate.py            own slots -> the buddy
+    gradients.py            forgetting a discarded step
+    protection.py           what is captured when, and kept
     recover.py              a round -> the same version everywhere
     steps.py                the loop
     replicator.py           the public object

@@ -26,7 +26,7 @@ from p2pstate.worker.link import Link
 
 __all__ = ["Capturer", "Image", "SlotPair", "read_image"]
 
-TAIL_SLACK_BYTES = 1 << 16
+SLACK_BYTES = 1 << 16  # plain values grow: not every byte more shall need new memory
 _FOOTER = struct.Struct("<Q")
 
 
@@ -69,7 +69,7 @@ class SlotPair:
             index = min((0, 1), key=lambda i: versions[i] or Version(-1, -1))
         slot = self._slots[index]
         if slot is None or slot.capacity < num_bytes:
-            slot = self._slots[index] = self._map(index, num_bytes)
+            slot = self._slots[index] = self._map(index, num_bytes + num_bytes // 64 + SLACK_BYTES)
         return slot
 
     def _version(self, index: int) -> Version | None:
@@ -127,7 +127,7 @@ class Capturer:
         tail = msgpack.packb({"table": layout.table(), "values": values}, use_bin_type=True)
         tail += _FOOTER.pack(layout.num_bytes)
         needed = layout.num_bytes + len(tail)
-        slot = pair.target(needed + TAIL_SLACK_BYTES, keep)
+        slot = pair.target(needed, keep)
         slot.begin()
         body = slot.body()
         if layout.num_bytes:

@@ -29,6 +29,7 @@ class RankReport:
     newcomer: bool
     num_warm_steps: int  # whole iterations this process has done (rehearsals count)
     committed_step: int  # newest step it has committed in this process
+    ended_at: int = -1  # its data ended after this step; -1: it has data
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,8 @@ def plan_recovery(
     """
     usable = _usable(info, records, lineage, corrupt)
     versions = sorted({record.version for record in usable if record.version}, reverse=True)
-    newest = max([report.committed_step for report in reports.values()] + [version.step for version in versions])
+    seen = [report.committed_step for report in reports.values()] + [version.step for version in versions]
+    newest = max([*seen, info.progress])
     missing = ""
     for version in versions:
         found = [record for record in usable if record.version == version]
@@ -112,7 +114,7 @@ def plan_recovery(
         fetches = [fetch for rank in range(info.world_size) for fetch in _fetches(info, rank, found)]
         reason = f"step {version.step} of round {version.epoch} is the newest that is whole"
         return Plan(
-            version, tuple(fetches), max(0, newest - version.step), f"{reason}; {missing}" if missing else reason
+            version, tuple(fetches), max(0, max(seen) - version.step), f"{reason}; {missing}" if missing else reason
         )
     missing = missing or "no version of the training state is complete anywhere"
     if newest > NOTHING_TO_LOSE_STEP:

@@ -75,6 +75,7 @@ class Joined:
     source: str
     num_bytes: int
     reason: str
+    end_step: int | None  # all ranks end here, because the data of one did
 
 
 def join(
@@ -85,8 +86,9 @@ def join(
     report: RankReport,
     phases: Phases,
     join_timeout_s: float,
+    connected: bool,
 ) -> Joined:
-    """Bring this process into ``info``.
+    """Bring this process into ``info``; ``connected``: its groups have this round's connections already.
 
     Raises MustStartOver when no version can be resumed in place, LostError when there is none any more; Retryable,
     DistStoreError or RuntimeError when the round ends or a member fails meanwhile: join the next round then.
@@ -100,7 +102,8 @@ def join(
     with phases.phase("spare"):
         reports = _meet(store, info, report, join_timeout_s)
     with phases.phase("groups"):
-        registry.attach(call(lambda: registry.build(info.epoch), is_over, "connecting"))
+        if not connected:
+            registry.attach(call(lambda: registry.build(info.epoch), is_over, "connecting"))
     plan = _agree(store, info, link, report.rank, reports, phases)
     mine = plan.of(report.rank)
     with phases.phase("pull"):
@@ -118,12 +121,13 @@ def join(
     if any(fetch.sender is not None for fetch in mine):
         source = "buddy" if any(f.sender is not None and f.part.kind == "own" for f in mine) else "replicas"
     pulled = sum(fetch.num_bytes for fetch in mine if fetch.sender is not None)
-    return Joined(plan.version, plan.steps_lost, source, pulled, plan.reason)
+    ends = [each.ended_at for each in reports.values() if each.ended_at >= 0]
+    return Joined(plan.version, plan.steps_lost, source, pulled, plan.reason, min(ends, default=None))
 
 
 def _meet(store: Store, info: RoundInfo, report: RankReport, timeout_s: float) -> dict[int, RankReport]:
     """Wait until every rank has stopped what it did before: from here on no slot changes."""
-    raw = [report.rank, report.newcomer, report.num_warm_steps, report.committed_step]
+    raw = [report.rank, report.newcomer, report.num_warm_steps, report.committed_step, report.ended_at]
     store.set(f"join/{report.rank}", msgpack.packb(raw))
     keys = [f"join/{rank}" for rank in range(info.world_size)]
     store.wait(keys, timedelta(seconds=timeout_s))

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import xxhash
 
-from p2pstate.capture import TAIL_SLACK_BYTES, Image, SlotPair
+from p2pstate.capture import Image, SlotPair
 from p2pstate.errors import Retryable
 from p2pstate.groups.inner import Inner
 from p2pstate.groups.waiting import Abandoned
@@ -149,7 +149,7 @@ class Shipper:
         if Version(epoch, step) != own.version or data_bytes < 0 or tail_bytes < 0:
             raise Retryable(f"rank {ward} ships step {step} of round {epoch}, expected {own.version}")
         assert self._ward_slots is not None
-        slot = self._ward_slots.target(data_bytes + tail_bytes + TAIL_SLACK_BYTES, job.keep)
+        slot = self._ward_slots.target(data_bytes + tail_bytes, job.keep)
         self._begin(slot)
         received = Image(Part.own(ward), slot, own.version, data_bytes, tail_bytes, num_rep_parts)
         mine, computed = self._move(group, own, buddy, received, ward)

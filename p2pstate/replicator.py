@@ -14,9 +14,10 @@ import torch.distributed as dist
 
 from p2pstate.errors import ConfigError
 from p2pstate.groups.group import P2PGroup
+from p2pstate.protection import Protection
 from p2pstate.state import TrainingState
 from p2pstate.stats import ProtectionStats
-from p2pstate.steps import Loop, StepBlock
+from p2pstate.steps import Loop, LoopPosition, StepBlock
 from p2pstate.worker.context import current
 
 __all__ = ["Replicator"]
@@ -78,14 +79,11 @@ class Replicator:
             missing = "model (a torch.nn.Module)" if not models else "optimizer (a torch.optim.Optimizer)"
             raise ValueError(f"Replicator needs at least one {missing} among its arguments")
         self.extra: MutableMapping[str, Any] = {} if extra is None else extra
+        objects["loop"] = position = LoopPosition()
+        state = TrainingState(models, optimizers, objects, extra=self.extra, rng=rng)
+        protection = Protection(context, state, every=every, max_overhead=max_overhead)
         self._loop = Loop(
-            context,
-            TrainingState(models, optimizers, objects, extra=self.extra, rng=rng),
-            optimizers,
-            data,
-            every=every,
-            max_overhead=max_overhead,
-            recovery_timeout_s=recovery_timeout_s,
+            context, state, models, optimizers, data, position, protection, recovery_timeout_s=recovery_timeout_s
         )
         for component in components:
             if isinstance(component, torch.amp.GradScaler):
@@ -95,8 +93,8 @@ class Replicator:
         """Call ``train_step(batch)`` again and again; yield ``(step, what it returned)`` once per committed step.
 
         ``train_step`` does forward, backward and ``optimizer.step()``; it is called again with the same batch after a
-        fault. Steps count from 1. Ends after ``steps`` committed steps, or when the data ends. The loop's body must not
-        use collectives.
+        fault. Steps count from 1. Ends once ``steps`` steps are committed in all, or when the data of any rank ends, at
+        the same step on all ranks. The loop's body must not use collectives.
         """
         return self._loop.run(train_step, steps)
 
@@ -107,7 +105,8 @@ class Replicator:
     def step(self) -> StepBlock:
         """The block around forward, backward and ``optimizer.step()``, once per batch of :meth:`batches`.
 
-        ``step.number`` counts from 1; ``step.committed`` tells code after the block whether the step counts.
+        ``step.number`` counts from 1; ``step.committed`` tells code after the block whether to act on the step: it is
+        False for a discarded step, for a rehearsal, and for a step that is done again after a fault.
         """
         frame = sys._getframe(1)
         return StepBlock(self._loop, f"{frame.f_code.co_filename}:{frame.f_lineno}")
@@ -125,7 +124,7 @@ class Replicator:
     @property
     def stats(self) -> ProtectionStats:
         """What protection has cost and achieved in this process."""
-        return self._loop.stats
+        return self._loop.protection.stats
 
 
 def _check_groups() -> None:

@@ -1,8 +1,7 @@
-"""The training loop of one worker: blocks, the gate, captures, and recovery between them.
+"""The training loop of one worker: blocks, the gate, and recovery between them.
 
 In: the user's blocks (``with state.step():`` or ``train_step(batch)``), the data, the process's error flag. Out: each
-committed step once, a captured version per step, and, after a fault, the same loop going on from the newest whole
-version.
+committed step once, and, after a fault, the same loop going on from the newest whole version.
 
 A block ends in one of three ways. *Committed*: every rank voted yes before the first optimizer changed anything, and no
 error was seen up to the block's end. *Discarded*: this rank saw an error or does not know the vote's outcome; it joins
@@ -10,8 +9,8 @@ the next round and resumes the version everybody resumes. *Open*: no optimizer w
 nothing is captured and a later discard replays it.
 
 Invariants: a version is captured between two blocks, when the next one begins (so that whatever runs between them, a
-scheduler or an average, is part of it) and before its batch is fetched; capture or skip follows from the gate's
-numbers, which are the same on all ranks; ``StepDiscarded`` never leaves this file.
+scheduler or an average, is part of it) and before its batch is fetched; ``StepDiscarded`` never leaves this file;
+inside the loop a lost peer is an error value, outside it an exception.
 Known limit: code between blocks must not use collectives.
 """
 
@@ -26,27 +25,25 @@ from typing import Any
 
 import torch
 
-from p2pstate.capture import Capturer
 from p2pstate.errors import P2PStateError, StepDiscarded
+from p2pstate.gradients import discard_gradients
 from p2pstate.groups.gate import Ballot, vote
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
-from p2pstate.groups.waiting import ABANDON_AFTER_S
 from p2pstate.plan_recovery import RankReport
+from p2pstate.protection import Protection
 from p2pstate.recover import ROUND_FAILED, Joined, LostError, MustStartOver, Phases, join
-from p2pstate.replicate import Shipper
 from p2pstate.state import TrainingState
-from p2pstate.stats import ProtectionStats
-from p2pstate.types import Start, Version
+from p2pstate.state import rng as random_streams
+from p2pstate.types import RoundInfo, Start
 from p2pstate.worker.context import WorkerContext
 from p2pstate.worker.link import RoundAborted
 
-__all__ = ["Loop", "StepBlock"]
+__all__ = ["Loop", "LoopPosition", "StepBlock"]
 
 NUM_REHEARSALS = 2
-MIN_SHIPPING_WAIT_S = 0.02
-DRAIN_S = 0.5  # how long copies that are under way may still arrive after a fault
 END_OF_LOOP = 1 << 40  # votes at the end of the loop cannot meet votes of a step
+MIN_DATA_END_WAIT_S = 5.0  # how long a rank without data waits for the others to run out as well
 
 
 class StepBlock:
@@ -68,6 +65,19 @@ class StepBlock:
         return self._loop.leave(self, error)
 
 
+class LoopPosition:
+    """Part of the captured state: whether the data was being iterated, that is, whether ``iter(data)`` is behind us."""
+
+    def __init__(self) -> None:
+        self.iterating = False
+
+    def state_dict(self) -> dict[str, bool]:
+        return {"iterating": self.iterating}
+
+    def load_state_dict(self, state: dict[str, bool]) -> None:
+        self.iterating = state["iterating"]
+
+
 class Loop:
     """Owned by a Replicator; used from the training thread only."""
 
@@ -75,51 +85,50 @@ class Loop:
         self,
         context: WorkerContext,
         state: TrainingState,
+        models: Iterable[torch.nn.Module],
         optimizers: Iterable[torch.optim.Optimizer],
         data: Any,
+        position: LoopPosition,
+        protection: Protection,
         *,
-        every: int,
-        max_overhead: float,
         recovery_timeout_s: float,
     ) -> None:
         self._context = context
         self._link = context.link
         self._state = state
+        self._models = list(models)
         self._optimizers = list(optimizers)
+        self._scalers: list[Any] = []
         self._data = data
-        self._every = every
-        self._max_overhead = max_overhead
-        self._recovery_timeout_s = recovery_timeout_s
         self._iterator: Iterator[Any] | None = None
+        self._position = position
+        self.protection = protection
+        self._recovery_timeout_s = recovery_timeout_s
+        # Where this process is
+        self.step = 0  # newest committed step
+        self._epoch = 0  # newest round it joined or tried to join
+        self._must_join = not context.fresh or context.restore
+        self._num_rehearsals_left = NUM_REHEARSALS if self._must_join else 0
+        self._num_warm_steps = 0
+        self._ended_at: int | None = None  # this rank's data ended after this step
+        self._end_step: int | None = None  # all ranks end at this step, because somebody's data does
+        self._newest_yielded = 0
+        self._beyond: int | None = None  # report the first commit past this step
+        # The block
         self._block: StepBlock | None = None
         self._turn_open = False
         self._where = ""
-        self._scalers: list[Any] = []
         self._discard_pending = False
-        self._num_rehearsals_left = NUM_REHEARSALS if STATUS.solo else 0
-        # Versions
-        self.step = 0  # newest committed step
-        self.stats = ProtectionStats()
-        self._num_skipped_in_a_row = 0
-        self._epoch = 0
-        self._to_capture = False
-        self._captured: Version | None = None  # newest version this process captured in this round
-        self._protected: Version | None = None  # newest version known to be protected on all ranks; its slots are kept
-        self._num_warm_steps = 0
-        self._newest_yielded = 0
-        self._step_seconds = 0.0
         self._block_began = 0.0
-        self._beyond: int | None = None  # report the first commit past this step
-        self._capturer = Capturer(self._link, context.rank, context.local_rank, context.num_local)
-        self._shipper = self._make_shipper()
+        self._step_seconds = 0.0
         for optimizer in self._optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
 
-    # -- what the user's loop runs on
-
     @property
     def rehearsing(self) -> bool:
-        return STATUS.solo
+        return STATUS.solo or self._must_join
+
+    # -- what the user's loop runs on
 
     def run(self, train_step: Callable[..., Any], steps: int | None) -> Iterator[tuple[int, Any]]:
         """See Replicator.run."""
@@ -128,11 +137,10 @@ class Loop:
             value: Any = None
             with block:
                 value = train_step(*batch)
-            if block.committed:
+            if self.step == block.number:
                 self._report(block.number, value)
-                if block.number > self._newest_yielded:
-                    self._newest_yielded = block.number
-                    yield block.number, value
+            if block.committed:
+                yield block.number, value
 
     def batches(self, steps: int | None) -> Iterator[Any]:
         """See Replicator.batches."""
@@ -145,21 +153,26 @@ class Loop:
         done = False
         try:
             while not done:
-                if STATUS.solo and self._num_rehearsals_left > 0:
-                    self._num_rehearsals_left -= 1
-                elif STATUS.solo or STATUS.error is not None or self._discard_pending:
+                if STATUS.error is not None or self._discard_pending:
                     self._recover()
-                if not STATUS.solo and steps is not None and self.step >= steps:
+                elif self._must_join and self._num_rehearsals_left > 0:
+                    self._num_rehearsals_left -= 1
+                elif self._must_join:
+                    self._recover()
+                if self._is_over(steps):
                     done = self._finish()
                     continue
-                self._capture_if_due()
+                if not self._must_join:
+                    self.protection.capture_if_due(self._epoch, self.step)
                 try:
                     batch = self._fetch()
                 except StopIteration:
-                    if STATUS.solo:
+                    self._iterator = None
+                    self._position.iterating = False
+                    if self._must_join:
                         self._num_rehearsals_left = 0
                     else:
-                        done = self._finish()
+                        done = self._data_ended()
                     continue
                 self._turn_open = True
                 yield batch
@@ -167,9 +180,13 @@ class Loop:
         except GeneratorExit:
             # The user left by break or return: every rank has to do so at the same step.
             self._turn_open = False
-            if self._discard_pending or STATUS.solo or not self._finish():
+            if self._discard_pending or self._must_join or not self._finish():
                 self._context.left_early = self._where or "state.run"
             raise
+
+    def _is_over(self, steps: int | None) -> bool:
+        limits = [limit for limit in (steps, self._end_step) if limit is not None]
+        return not self._must_join and bool(limits) and self.step >= min(limits)
 
     def _fetch(self) -> tuple[Any, ...]:
         """The next batch, as arguments of train_step. Raises StopIteration when the data ends."""
@@ -177,7 +194,17 @@ class Loop:
             return ()
         if self._iterator is None:
             self._iterator = iter(self._data)
+            self._position.iterating = True
         return (next(self._iterator),)
+
+    def _continue_data(self) -> None:
+        """After a restore: iterate again, at the restored position. Some loaders draw a seed when they are asked to
+        iterate; the undisturbed run has drawn it before, so the random streams are put back."""
+        self._iterator = None
+        if self._data is not None and self._position.iterating:
+            streams = random_streams.capture()
+            self._iterator = iter(self._data)
+            random_streams.restore(streams)
 
     # -- blocks
 
@@ -207,7 +234,7 @@ class Loop:
                 self._discard_pending = True
                 return True
             return False
-        if STATUS.solo:
+        if self._must_join:
             self._num_warm_steps += 1
         elif (block.voted is None and not self._vote(block, boundary=block.boundary)) or STATUS.error is not None:
             self._discard_pending = True
@@ -216,20 +243,13 @@ class Loop:
         return False
 
     def _commit(self, block: StepBlock, voted: Ballot) -> None:
-        block.committed = True
+        block.committed = block.number > self._newest_yielded  # done again after a fault: the loop has acted on it
         self.step = block.number
         self._num_warm_steps += 1
         seconds = time.monotonic() - self._block_began
         self._step_seconds = 0.9 * self._step_seconds + 0.1 * seconds if self._step_seconds else seconds
-        if self._captured is None or Version(voted.protected_epoch, voted.protected_step) >= self._captured:
-            # The same numbers on every rank: all capture, or all skip.
-            self._protected = self._captured or self._protected
-            self._to_capture = self.step % self._every == 0
-            self._num_skipped_in_a_row = 0
-        else:
-            self._to_capture = False
-            self.stats.num_skipped += 1
-            self._num_skipped_in_a_row += 1
+        self._newest_yielded = max(self._newest_yielded, block.number)
+        self.protection.committed(self.step, voted)
         if block.where != "state.run":
             self._report(block.number, None)
 
@@ -237,11 +257,12 @@ class Loop:
         """Tell the agent about a committed step. Reads a loss only where that costs no device synchronisation."""
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
             value = value.item()
+        protected = self.protection.protected
         self._link.send(
             "step",
             step=step,
             seconds=time.monotonic() - self._block_began,
-            protected=self._protected.step if self._protected else None,
+            protected=protected.step if protected else None,
             loss=float(value) if isinstance(value, int | float) else None,
         )
         if self._beyond is not None and step > self._beyond:
@@ -267,7 +288,7 @@ class Loop:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Pre-hook of every optimizer: nothing outside a block, once inside, after the closure where there is one."""
         block = self._block
-        if block is None or block.voted is not None or STATUS.solo:
+        if block is None or block.voted is not None or self._must_join:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -287,119 +308,94 @@ class Loop:
     def _gate(self, block: StepBlock) -> None:
         if not self._vote(block, boundary=True):
             raise StepDiscarded
+        if block.voted is not None and not block.voted.boundary:
+            STATUS.fail(
+                P2PStateError(
+                    "some ranks ended their block without optimizer.step() while others stepped: every rank has to "
+                    "step the same number of times"
+                )
+            )
+            raise StepDiscarded
 
     def _vote(self, block: StepBlock, *, boundary: bool) -> bool:
         """Cast this rank's vote. False: the step must be discarded here."""
         if STATUS.error is not None:
             return False
-        self._wait_for_shipping()
+        self.protection.wait_a_little(self._step_seconds)
         block.voted = self._ballot(block.number, boundary)
         return block.voted is not None
 
-    def _wait_for_shipping(self) -> None:
-        """Give the version of the step before a little time to arrive, so that the next one need not be skipped."""
-        if self._shipper.wait(0):
-            self.stats.num_in_time += 1
-            return
-        began = time.monotonic()
-        self._shipper.wait(max(MIN_SHIPPING_WAIT_S, self._max_overhead * self._step_seconds))
-        self.stats.wait_s.append(time.monotonic() - began)
-
-    def _ballot(self, step: int, boundary: bool) -> Ballot | None:
-        complete = self._shipper.complete
-        result = vote(REGISTRY, STATUS, Ballot(int(boundary), step, -step, *complete))
+    def _ballot(self, step: int, boundary: bool, timeout_s: float | None = None) -> Ballot | None:
+        """None: this rank has seen an error, the ranks do not agree on what they vote about, or time is up."""
+        ballot = Ballot(int(boundary), step, -step, *self.protection.complete())
+        result = vote(REGISTRY, STATUS, ballot, timeout_s)
         if result is not None and result.step != -result.neg_step:
-            STATUS.fail(
-                P2PStateError(f"ranks do not agree on the step: {result.step} and {-result.neg_step} met in one vote")
-            )
+            STATUS.fail(P2PStateError("ranks do not agree on the step: some have left the loop, others go on"))
             return None
         return result
 
-    # -- versions
-
-    def _capture_if_due(self) -> None:
-        inner = REGISTRY.replication
-        if not self._to_capture or STATUS.echoing or inner is None:
-            return
-        self._to_capture = False
-        version = Version(self._epoch, self.step)
-        began = time.monotonic()
-        images = self._capturer.capture(self._state.collect(), version, self._protected)
-        self._captured = version
-        self._shipper.ship(images, self._protected, inner, began)
-        self.stats.capture_s.append(time.monotonic() - began)
-        self.stats.num_captured += 1
-        self.stats.num_own_bytes = sum(image.num_bytes for image in images if image.part.kind == "own")
-        self.stats.num_shared_bytes = sum(image.num_bytes for image in images if image.part.kind != "own")
-
-    def _make_shipper(self) -> Shipper:
-        return Shipper(self._link, self._context.buddy, self._context.ward, self._shipping_failed, self.stats)
-
-    def _shipping_failed(self, epoch: int, error: BaseException) -> None:
-        if STATUS.error is None and epoch == STATUS.epoch and self._context.in_loop:
-            self._link.send("error", epoch=epoch, text=f"replication: {error}", training=False)
-
-    # -- rounds
+    # -- beginning and end
 
     def _enter_loop(self) -> None:
         self._context.in_loop = True
-        self._link.send("in_loop")
+        STATUS.loud = False
         if self._epoch or STATUS.solo:
+            self._link.send("in_loop")
             return
         self._epoch = STATUS.epoch
-        self._to_capture = True
         try:
             REGISTRY.attach(REGISTRY.build(self._epoch, own_only=True))
         except ROUND_FAILED as error:
             STATUS.fail(error)
+        if not self._must_join:
+            self._link.send("in_loop")
+            self.protection.begin()
 
-    def _finish(self) -> bool:
-        """All ranks have committed the last step: let the last copies arrive and agree. False: a fault came first."""
-        deadline = time.monotonic() + self._recovery_timeout_s
-        while not self._shipper.wait(ABANDON_AFTER_S) and time.monotonic() < deadline and STATUS.error is None:
-            pass
-        if self._ballot(END_OF_LOOP + self.step, boundary=False) is None:
+    def _finish(self, timeout_s: float | None = None) -> bool:
+        """All ranks have committed the last step: protect it, agree, and leave. False: a fault came first."""
+        if STATUS.error is not None:
             return False
+        self.protection.capture_if_due(self._epoch, self.step)
+        self.protection.drain(self._recovery_timeout_s)
+        if self._ballot(END_OF_LOOP + self.step, boundary=False, timeout_s=timeout_s) is None:
+            return False
+        self._ended_at = self._end_step = None
         self._context.in_loop = False
+        STATUS.loud = True
         self._link.send("loop_done", step=self.step)
         return True
 
-    def _quiesce(self) -> None:
-        """Stop everything that belongs to the old round: after this no slot changes until the next capture."""
-        self._shipper.wait(DRAIN_S)
-        REGISTRY.cut(self._epoch)
-        if not self._shipper.wait(ABANDON_AFTER_S):
-            self._shipper.cancel()
-            self._shipper = self._make_shipper()
-        REGISTRY.release()
+    def _data_ended(self) -> bool:
+        """This rank has no batch any more. If others have, all end at this step, after a round of its own."""
+        if self._finish(max(MIN_DATA_END_WAIT_S, 10 * self._step_seconds)):
+            return True
+        self._ended_at = self.step
+        STATUS.fail(P2PStateError(f"the data of rank {self._context.rank} ended after step {self.step}"))
+        return False
+
+    # -- rounds
 
     def _recover(self) -> None:
         """Join the next round that can be joined, whatever it takes; returns with the state of its version."""
-        newcomer = STATUS.solo
+        newcomer = self._must_join
         if not newcomer:
             STATUS.fail(P2PStateError("this rank discarded its step"))
         phases = Phases()
         error_at = STATUS.error_at
-        began = time.monotonic()
         if error_at is not None:
-            phases.seconds["abort"] = began - error_at
+            phases.seconds["abort"] = time.monotonic() - error_at
             self._link.send("event", kind="discarded", step=self.step + 1, error=str(STATUS.error)[:300])
-        committed = self.step
         self._discard_pending = False
         self._iterator = None
-        for optimizer in self._optimizers:
-            optimizer.zero_grad(set_to_none=True)
-        for scaler in self._scalers:
-            scaler._per_optimizer_states.clear()
-        joined = self._join_some_round(newcomer, committed, phases)
+        discard_gradients(self._models, self._optimizers, self._scalers)
+        joined = self._join_some_round(newcomer, phases)
         STATUS.connect(self._epoch)
         if self._link.is_aborted(self._epoch):
             STATUS.fail(RoundAborted(self._link.abort_reason), self._epoch)
+        self._must_join = False
         self.step = joined.version.step
-        self._protected, self._captured, self._to_capture = joined.version, None, True
         self._beyond = joined.version.step + joined.steps_lost
-        self._num_rehearsals_left = 0
-        self._link.send("in_loop")
+        self._end_step = joined.end_step
         self._link.send(
             "event",
             kind="recovery",
@@ -410,35 +406,50 @@ class Loop:
             bytes=joined.num_bytes,
             version=list(joined.version),
             steps_lost=joined.steps_lost,
-            steps_skipped=self._num_skipped_in_a_row,
+            steps_skipped=self.protection.num_skipped_in_a_row,
             reason=joined.reason,
         )
-        self._num_skipped_in_a_row = 0
+        self.protection.resumed(joined.version)
+        self._continue_data()
 
-    def _join_some_round(self, newcomer: bool, committed: int, phases: Phases) -> Joined:
+    def _join_some_round(self, newcomer: bool, phases: Phases) -> Joined:
         context = self._context
-        report = RankReport(context.rank, newcomer, self._num_warm_steps, committed)
+        ended_at = -1 if self._ended_at is None else self._ended_at
+        report = RankReport(context.rank, newcomer, self._num_warm_steps, 0 if newcomer else self.step, ended_at)
+        if newcomer and context.restore and STATUS.error is None:
+            # Everybody started this round connected: join it over the connections there are.
+            info = self._link.wait_round(self._epoch - 1)
+            joined = self._try_to_join(info, report, phases, connected=True)
+            if joined is not None:
+                return joined
         while True:
             with phases.phase("quiesce"):
-                self._quiesce()
+                self.protection.quiesce(self._epoch)
+                REGISTRY.release()
             with phases.phase("view"):
                 info = self._link.wait_round(self._epoch)
             self._epoch = info.epoch
-            if info.start != Start.IN_PLACE and not (newcomer and info.start == Start.RESTART):
+            if info.start != Start.IN_PLACE:
                 continue  # all workers are being replaced, this one as well
-            context.joining = True
-            try:
-                joined = join(info, self._link, REGISTRY, self._state, report, phases, self._recovery_timeout_s)
-            except MustStartOver as error:
-                decision = error.decision
-                self._link.send("start_over", epoch=info.epoch, start=decision.start, reason=decision.reason)
-            except LostError as error:
-                self._link.send("state_lost", epoch=info.epoch, reason=str(error))
-            except ROUND_FAILED as error:
-                if not self._link.is_aborted(info.epoch):
-                    self._link.send("error", epoch=info.epoch, text=f"joining failed: {error}", training=False)
-            else:
-                self._link.send("resumed", epoch=info.epoch, version=list(joined.version))
+            joined = self._try_to_join(info, report, phases, connected=False)
+            if joined is not None:
                 return joined
-            finally:
-                context.joining = False
+
+    def _try_to_join(self, info: RoundInfo, report: RankReport, phases: Phases, *, connected: bool) -> Joined | None:
+        link, context = self._link, self._context
+        context.joining = True
+        try:
+            joined = join(info, link, REGISTRY, self._state, report, phases, self._recovery_timeout_s, connected)
+        except MustStartOver as error:
+            link.send("start_over", epoch=info.epoch, start=error.decision.start, reason=error.decision.reason)
+        except LostError as error:
+            link.send("state_lost", epoch=info.epoch, reason=str(error))
+        except ROUND_FAILED as error:
+            if not link.is_aborted(info.epoch):
+                link.send("error", epoch=info.epoch, text=f"joining failed: {error}", training=False)
+        else:
+            link.send("resumed", epoch=info.epoch, version=list(joined.version))
+            return joined
+        finally:
+            context.joining = False
+        return None

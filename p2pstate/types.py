@@ -73,7 +73,7 @@ class Start:
 
     FRESH = "fresh"  # no state anywhere: everybody starts the script connected
     IN_PLACE = "in_place"  # survivors stay in their process, newcomers join alone and pull
-    RESTART = "restart"  # everybody starts the script again, alone, and pulls from the vaults
+    RESTART = "restart"  # everybody starts the script again, connected, and resumes from the vaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ class RoundInfo:
     start: str
     reason: str
     workers: tuple[Worker, ...]
+    progress: int = -1  # newest step that anybody is known to have committed, also of the nodes that are gone
 
     @property
     def world_size(self) -> int:
@@ -112,6 +113,7 @@ class RoundInfo:
             "start": self.start,
             "reason": self.reason,
             "workers": [[w.rank, w.local_rank, w.node, w.host] for w in self.workers],
+            "progress": self.progress,
         }
 
     @staticmethod
@@ -123,4 +125,5 @@ class RoundInfo:
             raw["start"],
             raw["reason"],
             tuple(Worker(*w) for w in raw["workers"]),
+            raw["progress"],
         )

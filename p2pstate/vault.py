@@ -45,6 +45,10 @@ class Vault:
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self._entries.values())
 
+    def _promised_bytes(self) -> int:
+        """What was given out and not yet written: the kernel counts pages only when they are touched."""
+        return sum(max(0, entry.num_bytes - os.fstat(entry.fd).st_blocks * 512) for entry in self._entries.values())
+
     def allocate(self, part: Part, index: int, num_bytes: int) -> tuple[int, int]:
         """The slot ``index`` of ``part`` with room for ``num_bytes`` of body: (slot id, descriptor, which stays ours).
 
@@ -54,18 +58,20 @@ class Vault:
         if entry and entry.num_bytes >= num_bytes:
             return entry.slot_id, entry.fd
         size = num_bytes + HEADER_BYTES
-        free = _available_bytes()
+        free = _available_bytes() - self._promised_bytes()
         if size > free:
             raise VaultFull(
                 f"no memory for a slot of {size / 2**20:.0f} MiB ({part}) on {self._node}: {free / 2**20:.0f} MiB are "
                 f"available and the vault holds {self.num_bytes / 2**20:.0f} MiB; use fewer or smaller shards per node"
             )
-        fd = os.memfd_create(f"p2pstate-{part.kind}{part.shard}-{index}", os.MFD_CLOEXEC)
+        fd = -1
         try:
+            fd = os.memfd_create(f"p2pstate-{part.kind}{part.shard}-{index}", os.MFD_CLOEXEC)
             os.ftruncate(fd, size)
             slot = Slot(fd, header_only=True)
         except OSError as error:
-            os.close(fd)
+            if fd >= 0:
+                os.close(fd)
             raise VaultFull(f"the kernel refused a slot of {size / 2**20:.0f} MiB on {self._node}: {error}") from error
         if entry:
             os.close(entry.fd)

@@ -21,7 +21,7 @@ from typing import Any
 
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.output import Writer
-from p2pstate.agent.supervisor import Phase, Supervisor, WorkerProcess, describe_status
+from p2pstate.agent.supervisor import Failure, Phase, Supervisor, WorkerProcess, describe_status
 from p2pstate.channel import Message
 from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY, EXIT_STATE_LOST
 from p2pstate.types import Part, RoundInfo, Start, Worker
@@ -35,6 +35,7 @@ __all__ = ["Agent", "Job"]
 ERROR_GRACE_S = 1.0  # an error without a death: give the detector of deaths the first word
 VERDICT_LINGER_S = 0.7
 DONE_INTERVAL_S = 1.0
+PROGRESS_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +76,11 @@ class Agent:
         self._aborted_round = 0
         self._lineage: dict[int, list[int]] = {}
         self._done_places: dict[int, set[int]] = {}  # round -> places whose workers have all finished
-        self._newest_step = -1
+        self._known_step = -1  # newest committed step that any member has told of
+        self._step_at_round = -1
         self._rounds_without_progress = 0
+        self._some_finished = False  # a rank of this node has finished its script in this round
+        self._loop_reached = False  # some rank of this node has trained since everybody started together
         self._num_restarts = 0
         self._early_deaths = 0
         self._waiting_timer: Timer | None = None
@@ -88,6 +92,7 @@ class Agent:
         try:
             self._supervisor.start()
             self._supervisor.keep_spares(self._job.num_workers + 1)
+            self._listen_for_progress()
             self.node.run()
         finally:
             self._supervisor.close()
@@ -115,25 +120,40 @@ class Agent:
     # -- rendezvous.types.Application
 
     def ballot(self) -> dict[str, Any]:
-        fresh = any(w.phase is Phase.FRESH for w in self._supervisor.assigned())
-        return {"wants_round": self._wants_round, "start_over": self._start_over, "fresh": fresh}
+        phases = {worker.phase for worker in self._supervisor.assigned()}
+        return {
+            "wants_round": self._wants_round,
+            "start_over": self._start_over,
+            # Ranks that are on their way into the loop, or have left it, cannot be joined in place.
+            "outside": bool(phases & {Phase.FRESH, Phase.DONE, Phase.FINISHED}) or self._some_finished,
+            "has_state": any(record.version and record.version.step > 0 for record in self._vault.records()),
+            "step": self._known_step,
+        }
+
+    def progress(self) -> dict[str, Any]:
+        """Heard by all members: even when every training node is gone, somebody knows that there was something."""
+        return {"step": self._known_step}
 
     def decide(
         self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
     ) -> tuple[bool, dict[str, Any]]:
         asked = {str(ballot.get("start_over", "")) for ballot in ballots.values()}
-        if previous is None or Start.FRESH in asked or any(ballot.get("fresh") for ballot in ballots.values()):
+        step = max([int(ballot.get("step", -1)) for ballot in ballots.values()] + [_progress_of(previous)])
+        if previous is None or Start.FRESH in asked:
             start = Start.FRESH
-        elif Start.RESTART in asked:
-            start = Start.RESTART
+        elif Start.RESTART in asked or any(ballot.get("outside") for ballot in ballots.values()):
+            has_state = step > 0 or any(ballot.get("has_state") for ballot in ballots.values())
+            start = Start.RESTART if has_state else Start.FRESH
         else:
             start = Start.IN_PLACE
-        return any(ballot.get("wants_round") for ballot in ballots.values()), {"start": start}
+        wanted = any(ballot.get("wants_round") for ballot in ballots.values())
+        return wanted, {"start": start, "progress": step}
 
     def on_view(self, view: View) -> None:
         self._cancel_waiting()
         self._view = view
         self._place = view.place_of(self.node.key)
+        self._known_step = max(self._known_step, _progress_of(view))
         start = str(view.data.get("start", Start.IN_PLACE))
         places, spares = [m.name for m in view.places], [m.name for m in view.spares]
         new_round = self._info is None or view.round != self._info.epoch
@@ -167,6 +187,8 @@ class Agent:
             if self._view and self._view.place_of(change.member.key) is not None:
                 self._abort(self._view.round, f"node {name} is gone: {change.reason}", tell_others=False)
         else:
+            if self._info is not None and self._aborted_round < self._info.epoch:
+                self._cancel_waiting()  # back before anything was given up
             self.events.emit(f"member_{change.kind.value}", member=name, reason=change.reason)
 
     def on_message(self, sender: MemberKey, kind: str, body: Any) -> None:
@@ -221,29 +243,33 @@ class Agent:
         self.events.emit("worker_exited", sentence, rank=worker.rank, pid=worker.pid, cause=cause, node_alive=True)
         if self.verdict is not None:
             return
-        if worker.failure is not None:
-            code, text = worker.failure
-            first = text.strip().splitlines()[-1] if text.strip() else "no reason given"
-            self._declare(code, f"rank {worker.rank} failed in user code: {first}")
+        if worker.failure is not None and not worker.failure.innocent:
+            self._declare(worker.failure.code, f"rank {worker.rank} failed in user code: {worker.failure.sentence}")
         elif finished:
+            self._some_finished = True
             self._check_done()
-        elif worker.phase in (Phase.DONE, Phase.FINISHED):
-            self._declare(EXIT_RETRY, f"rank {worker.rank} died after training had ended: {cause}")
-        elif self._info is not None and worker.epoch >= 0:
+        elif worker.failure is not None:
+            self._worker_died(worker, worker.failure.sentence)
+        else:
             self._worker_died(worker, cause)
 
     def on_template_ended(self, reason: str) -> None:
         if self.verdict is None:
             self.end(EXIT_REPLACE, f"{reason}: this node cannot make workers any more")
 
+    def on_fork_failed(self, reason: str) -> None:
+        self.events.emit("fork_failed", f"no new worker can be started at the moment: {reason}", reason=reason)
+
     # -- what workers say (see worker/link.py and steps.py)
 
     def _on_in_loop(self, worker: WorkerProcess) -> None:
         if worker.phase is not Phase.ALONE:  # a rehearsing newcomer is in the loop once it has joined
             worker.phase = Phase.LOOP
+            self._loop_reached = True
 
     def _on_resumed(self, worker: WorkerProcess, epoch: int, version: list[int]) -> None:
         worker.phase = Phase.LOOP
+        self._loop_reached = True
         self._lineage[epoch] = version
 
     def _on_loop_done(self, worker: WorkerProcess, step: int) -> None:
@@ -253,31 +279,27 @@ class Agent:
         worker.phase = Phase.FINISHED
         self.events.emit("finished", rank=worker.rank)
 
-    def _on_failed(self, worker: WorkerProcess, code: int, text: str) -> None:
-        worker.failure = (code if 0 < code < 256 else 1, text)
+    def _on_failed(self, worker: WorkerProcess, code: int, text: str, innocent: bool) -> None:
+        lines = text.strip().splitlines()
+        worker.failure = Failure(code if 0 < code < 256 else 1, lines[-1] if lines else "no reason given", innocent)
 
     def _on_error(self, worker: WorkerProcess, epoch: int, text: str, training: bool) -> None:
         """A worker cannot go on in its round although nobody is known to be dead."""
         if self._info is None or epoch != self._info.epoch or self._aborted_round >= epoch:
             return
+        del training  # whether a training group saw it; both end the round
         reason = f"rank {worker.rank}: {text}"
-        if not training:
-            reason = f"{reason} (training itself was not affected)"
 
         def still_unexplained() -> None:
             if self._info is not None and self._info.epoch == epoch and self.verdict is None:
-                self._wants_round = self._wants_round or reason
-                self._abort(epoch, reason, tell_others=True)
-                self.node.propose(reason)
+                self._want_round(reason)
 
         self.node.call_later(ERROR_GRACE_S, still_unexplained)
 
     def _on_start_over(self, worker: WorkerProcess, epoch: int, start: str, reason: str) -> None:
         if self._info is not None and epoch == self._info.epoch:
             self._start_over = start if start in (Start.FRESH, Start.RESTART) else Start.FRESH
-            self._wants_round = reason
-            self._abort(epoch, reason, tell_others=True)
-            self.node.propose(reason)
+            self._want_round(reason)
 
     def _on_state_lost(self, worker: WorkerProcess, epoch: int, reason: str) -> None:
         if self._info is not None and epoch == self._info.epoch:
@@ -286,9 +308,7 @@ class Agent:
     def _on_step(
         self, worker: WorkerProcess, step: int, seconds: float, protected: int | None, loss: float | None
     ) -> None:
-        if step > self._newest_step:
-            self._newest_step = step
-            self._rounds_without_progress = 0
+        self._known_step = max(self._known_step, step)
         self.events.emit("step", rank=worker.rank, step=step, seconds=seconds, protected=protected, loss=loss)
 
     def _on_event(self, worker: WorkerProcess, kind: str, **fields: Any) -> None:
@@ -333,20 +353,23 @@ class Agent:
         self._wants_round = self._start_over = ""
         if previous is not None:
             self._abort(previous.epoch, view.reason, tell_others=False)
-            self._rounds_without_progress += 1
-            if self._rounds_without_progress > self._job.max_rounds_without_progress:
-                self._declare(
-                    EXIT_RETRY,
-                    f"{self._rounds_without_progress - 1} rounds in a row brought no step beyond {self._newest_step}; "
-                    f"the last reason was: {view.reason}",
-                )
-                return
+        self._some_finished = False
+        if start != Start.IN_PLACE:
+            self._loop_reached = False
+        if previous is None or self._known_step > self._step_at_round or self._place is None:
+            self._rounds_without_progress = 0
+        self._step_at_round = self._known_step
+        self._rounds_without_progress += 1
+        if self._rounds_without_progress > self._job.max_rounds_without_progress:
+            self._declare(
+                EXIT_RETRY,
+                f"{self._rounds_without_progress - 1} rounds in a row brought no step beyond {self._known_step}; "
+                f"the last reason was: {view.reason}",
+            )
+            return
         keep = start == Start.IN_PLACE and self._place is not None
         for worker in self._supervisor.assigned():
-            joinable = worker.phase in (Phase.LOOP, Phase.ALONE, Phase.DONE)
-            if (keep and joinable and worker.rank in self._my_ranks()) or (
-                start == Start.RESTART and worker.phase is Phase.ALONE and worker.rank in self._my_ranks()
-            ):
+            if keep and worker.phase in (Phase.LOOP, Phase.ALONE) and worker.rank in self._my_ranks():
                 worker.epoch = self._info.epoch
                 self._supervisor.tell(worker, {"t": "round", "round": self._info.pack()})
             else:
@@ -359,7 +382,9 @@ class Agent:
             host, _ = split_address(member.address)
             for local_rank in range(self._job.num_workers):
                 workers.append(Worker(len(workers), local_rank, member.name, host))
-        return RoundInfo(self._config.run_id, view.nonce, view.round, start, view.reason, tuple(workers))
+        return RoundInfo(
+            self._config.run_id, view.nonce, view.round, start, view.reason, tuple(workers), _progress_of(view)
+        )
 
     def _my_ranks(self) -> range:
         if self._place is None:
@@ -376,10 +401,10 @@ class Agent:
             spare = self._supervisor.spare()
             if spare is None:
                 return
-            fresh = self._info.start == Start.FRESH and self._aborted_round < self._info.epoch
-            if not fresh and self._info.start == Start.FRESH and self._newest_step < 0:
+            together = self._info.start != Start.IN_PLACE
+            if together and self._aborted_round >= self._info.epoch and not self._loop_reached:
                 return  # the next view decides how everybody begins
-            self._assign(spare, rank, local_rank, fresh)
+            self._assign(spare, rank, local_rank, together and self._aborted_round < self._info.epoch)
 
     def _assign(self, spare: WorkerProcess, rank: int, local_rank: int, fresh: bool) -> None:
         assert self._info is not None
@@ -409,6 +434,7 @@ class Agent:
             "host": info.workers[rank].host,
             "epoch": info.epoch,
             "fresh": fresh,
+            "restore": fresh and info.start == Start.RESTART,
             "round": info.pack() if usable else None,
             "environ": environ,
             "script": self._job.script,
@@ -429,6 +455,10 @@ class Agent:
             self.node.broadcast("abort", [round_, reason])
         for worker in self._supervisor.assigned():
             self._supervisor.tell(worker, {"t": "abort", "epoch": round_, "reason": reason})
+        if self._view is not None and self._view.round == round_ and self._place is not None:
+            # Workers that were freed wait for the next round: it must come, even if what ended this one heals.
+            self._wants_round = self._wants_round or reason
+            self.node.propose(reason)
 
     def _worker_died(self, worker: WorkerProcess, cause: str) -> None:
         assert self._info is not None
@@ -436,14 +466,26 @@ class Agent:
             self._fill()  # it belonged to a round that everybody has left
             return
         reason = f"rank {worker.rank} on {self._name} died: {cause}"
+        if worker.failure is not None and worker.phase is Phase.ALONE:
+            reason = f"rank {worker.rank} cannot start alone ({cause}): all workers start again together"
+            self._start_over = Start.RESTART
+        elif worker.phase in (Phase.DONE, Phase.FINISHED):
+            reason = f"rank {worker.rank} on {self._name} died after its loop: {cause}"
+            self._start_over = Start.RESTART
         self._num_restarts += 1
         if self._num_restarts > self._job.max_restarts:
             self._declare(EXIT_RETRY, f"{reason}; --max-restarts {self._job.max_restarts} is used up")
             return
-        self._wants_round = reason
-        self._abort(self._info.epoch, reason, tell_others=True)
-        self.node.propose(reason)
+        self._want_round(reason)
         self._fill()
+
+    def _want_round(self, reason: str) -> None:
+        """This node needs another round, whatever the others think of the present one."""
+        assert self._info is not None
+        self._wants_round = reason
+        if self._aborted_round >= self._info.epoch:
+            self.node.propose(reason)
+        self._abort(self._info.epoch, reason, tell_others=True)
 
     def _spare_ended(self, worker: WorkerProcess, cause: str) -> None:
         self._early_deaths += 1
@@ -476,6 +518,14 @@ class Agent:
         if self.verdict is None:
             self.node.declare(Verdict(code, text, self.node.key))
 
+    def _listen_for_progress(self) -> None:
+        """Every now and then, remember the newest step that any member has told of."""
+        for record in self.node.members().values():
+            step = record.progress.get("step", -1)
+            if isinstance(step, int):
+                self._known_step = max(self._known_step, step)
+        self.node.call_later(PROGRESS_INTERVAL_S, self._listen_for_progress)
+
     def _give_up_waiting(self, joining: bool, wait_s: float) -> None:
         if joining:
             text = f"no view within {wait_s:g} s (--join-timeout): {self._waiting_reason}"
@@ -487,3 +537,8 @@ class Agent:
         if self._waiting_timer is not None:
             self._waiting_timer.cancel()
             self._waiting_timer = None
+
+
+def _progress_of(view: View | None) -> int:
+    step = view.data.get("progress", -1) if view is not None else -1
+    return step if isinstance(step, int) else -1

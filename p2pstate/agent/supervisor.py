@@ -24,10 +24,12 @@ from p2pstate.agent.output import Writer
 from p2pstate.channel import Channel, ChannelClosed, Message
 from rendezvous.node import Node
 
-__all__ = ["Listener", "Phase", "Supervisor", "WorkerProcess", "describe_status"]
+__all__ = ["Failure", "Listener", "Phase", "Supervisor", "WorkerProcess", "describe_status"]
 
 MAX_LINE_BYTES = 1 << 16
 EXIT_GRACE_S = 10.0
+FLUSH_INTERVAL_S = 0.02
+RETRY_FORK_S = 1.0
 
 
 class Phase(enum.Enum):
@@ -42,6 +44,15 @@ class Phase(enum.Enum):
     FINISHED = "finished"  # its script ended well
 
 
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """How a worker's script failed. ``innocent``: alone or after the loss of a peer, which says nothing about it."""
+
+    code: int
+    sentence: str
+    innocent: bool
+
+
 @dataclass(slots=True, eq=False)
 class WorkerProcess:
     pid: int
@@ -50,7 +61,7 @@ class WorkerProcess:
     rank: int | None = None
     local_rank: int | None = None
     epoch: int = 0  # the newest round it was told
-    failure: tuple[int, str] | None = None  # exit code and traceback, when the script failed
+    failure: Failure | None = None
     ended: bool = False
     outputs: dict[int, bytearray] = field(default_factory=dict)
     log: int | None = None
@@ -64,6 +75,8 @@ class Listener(Protocol):
     def on_worker_ended(self, worker: WorkerProcess, status: int) -> None: ...
 
     def on_template_ended(self, reason: str) -> None: ...
+
+    def on_fork_failed(self, reason: str) -> None: ...
 
 
 class Supervisor:
@@ -125,6 +138,17 @@ class Supervisor:
             worker.channel.send(message, fds)
         except ChannelClosed:
             self.kill(worker)
+        else:
+            self._flush_later(worker.channel)
+
+    def _flush_later(self, channel: Channel) -> None:
+        """Go on sending what a full socket held back, until it is through."""
+        try:
+            if channel.closed or channel.flush():
+                return
+        except ChannelClosed:
+            return  # its reader notices
+        self._node.call_later(FLUSH_INTERVAL_S, lambda: self._flush_later(channel))
 
     def assign(self, worker: WorkerProcess, message: Message, rank: int, local_rank: int, phase: Phase) -> None:
         worker.rank, worker.local_rank, worker.phase = rank, local_rank, phase
@@ -134,9 +158,11 @@ class Supervisor:
 
     def kill(self, worker: WorkerProcess) -> None:
         """SIGKILL; the template reaps it and ends the rest of its session."""
-        if not worker.ended:
-            with contextlib.suppress(ProcessLookupError):  # dead already, its report is under way
-                os.kill(worker.pid, signal.SIGKILL)
+        if self._template is not None:
+            # The template reaps its children itself, so the pid cannot have been given to another process.
+            with contextlib.suppress(ChannelClosed):
+                self._template.send({"t": "kill", "pid": worker.pid})
+                self._flush_later(self._template)
 
     def close(self) -> None:
         """End every process of this node. Bounded: SIGKILL, then the template's end."""
@@ -163,15 +189,24 @@ class Supervisor:
             return
         unassigned = sum(1 for w in self.workers.values() if w.rank is None and not w.ended)
         for _ in range(self._wanted - unassigned - len(self._waiting)):
-            ours, theirs = Channel.pair()
-            out_read, out_write = os.pipe2(os.O_CLOEXEC)
-            err_read, err_write = os.pipe2(os.O_CLOEXEC)
+            try:
+                ours, theirs = Channel.pair()
+                out_read, out_write = os.pipe2(os.O_CLOEXEC)
+                err_read, err_write = os.pipe2(os.O_CLOEXEC)
+            except OSError as error:  # out of descriptors: the workers there are go on meanwhile
+                self._listener.on_fork_failed(str(error))
+                self._node.call_later(RETRY_FORK_S, self._fork_missing)
+                return
             number = self._next_id
             self._next_id += 1
             self._waiting[number] = (ours, {out_read: bytearray(), err_read: bytearray()})
             environ = {name: value for name, value in os.environ.items() if name != "P2PSTATE_KEY"}
             message = {"t": "spawn", "id": number, "environ": environ, "cwd": os.getcwd()}
-            self._template.send(message, (theirs.fileno(), out_write, err_write))
+            try:
+                self._template.send(message, (theirs.fileno(), out_write, err_write))
+                self._flush_later(self._template)
+            except ChannelClosed:
+                return  # its reader notices that the template has ended
             theirs.close()
             os.close(out_write)
             os.close(err_write)
@@ -226,11 +261,8 @@ class Supervisor:
                 self._listener.on_worker_message(worker, message)
 
     def _kill_if_alive(self, worker: WorkerProcess) -> None:
-        if worker.pid in self.workers and self._template is not None:
-            try:
-                self._template.send({"t": "kill", "pid": worker.pid})
-            except ChannelClosed:
-                return  # the template is gone, and its workers with it
+        if worker.pid in self.workers:
+            self.kill(worker)
 
     def _ended(self, worker: WorkerProcess, status: int) -> None:
         if not worker.ended:

@@ -8,6 +8,7 @@ version is protected everywhere and whether the next capture happens: all ranks 
 from __future__ import annotations
 
 from dataclasses import astuple, dataclass
+from datetime import timedelta
 
 import torch
 from torch.distributed import ReduceOp
@@ -34,15 +35,16 @@ class Ballot:
     protected_step: int
 
 
-def vote(registry: Registry, status: Status, ballot: Ballot) -> Ballot | None:
-    """Blocks until every rank has voted. None: this rank has seen an error and knows no outcome."""
+def vote(registry: Registry, status: Status, ballot: Ballot, timeout_s: float | None = None) -> Ballot | None:
+    """Blocks until every rank has voted. None: this rank has seen an error (or time is up) and knows no outcome."""
     gate = registry.gate
     if status.error is not None or gate is None:
         return None
     tensor = torch.tensor(astuple(ballot), dtype=torch.int64)
     try:
         work = gate.group.allreduce([tensor], ReduceOp.MIN)
-        wait_collective(work, lambda: status.error is not None)
+        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+        wait_collective(work, lambda: status.error is not None, timeout)
     except Exception as error:
         status.fail(error, gate.epoch)
         return None

@@ -67,6 +67,7 @@ class P2PGroup(ProcessGroup):
                 value = values[0] if values else None
                 pair = name in ("send", "recv", "recv_anysource")
                 return GuardedWork(work, self._status, inner.epoch, lambda: echoed(self._rank, values), value, pair)
+        self._status.raise_if_loud()
         with torch.no_grad():
             return EchoWork(echoed(self._rank, values))
 
@@ -146,12 +147,12 @@ class P2PGroup(ProcessGroup):
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         inner = self.inner
-        if self._status.echoing or inner is None:
-            return
-        try:
-            inner.group.monitored_barrier(*args, **kwargs)
-        except Exception as error:
-            self._status.fail(error, inner.epoch)
+        if not self._status.echoing and inner is not None:
+            try:
+                inner.group.monitored_barrier(*args, **kwargs)
+            except Exception as error:
+                self._status.fail(error, inner.epoch)
+        self._status.raise_if_loud()
 
     # -- coalescing of several calls into one is an optimisation that gloo does not have
 

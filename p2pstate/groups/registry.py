@@ -65,6 +65,7 @@ class Registry:
                 group.attach(self._build(key, group.members, self._status.epoch, timeout))
             except Exception as error:
                 self._status.fail(error)
+        self._status.raise_if_loud()
         return group
 
     def build(self, epoch: int, *, own_only: bool = False) -> dict[str, Inner]:
@@ -115,6 +116,9 @@ class Registry:
     def _build(self, key: str, members: tuple[int, ...], epoch: int, timeout: timedelta) -> Inner:
         assert self.make_store is not None
         store = PrefixStore(f"groups/{key}", self.make_store(epoch))
+        # Members may come minutes apart (one still reads its data); gloo's own patience while connecting is short.
+        store.set(f"here/{self.rank}", "")
+        store.wait([f"here/{rank}" for rank in members], timeout)
         mine: list[Connections] = []
 
         def on_built(connections: Connections) -> None:

@@ -13,9 +13,14 @@ import threading
 import time
 from collections.abc import Callable
 
+from p2pstate.errors import Retryable
 from p2pstate.groups.waiting import ABANDON_AFTER_S
 
-__all__ = ["STATUS", "Status"]
+__all__ = ["STATUS", "PeerLost", "Status"]
+
+
+class PeerLost(Retryable):
+    """A collective outside a training loop cannot be completed: this worker ends and starts again with the others."""
 
 
 class Status:
@@ -23,14 +28,20 @@ class Status:
         self._lock = threading.Lock()
         self.epoch = 0  # the round whose connections are in use; 0: none yet
         self.solo = False  # alone: echo without an error
+        self.loud = True  # connected, outside a training loop: an error is raised, not echoed
         self.error: BaseException | None = None
         self.error_at: float | None = None  # monotonic seconds
-        self.on_first_error: Callable[[BaseException], None] = lambda error: None
+        self.on_first_error: Callable[[BaseException, int], None] = lambda error, epoch: None
         self._unsettled: set[Callable[[], None]] = set()
 
     @property
     def echoing(self) -> bool:
         return self.solo or self.error is not None
+
+    def raise_if_loud(self) -> None:
+        """Outside a loop nobody would notice an echo: raise PeerLost instead."""
+        if self.error is not None and self.loud and not self.solo:
+            raise PeerLost(f"a peer was lost while this rank was outside its training loop: {self.error}")
 
     def fail(self, error: BaseException, epoch: int | None = None) -> None:
         """Record an error of round ``epoch`` (the current one when not given). Safe from any thread."""
@@ -41,8 +52,8 @@ class Status:
             self.error = error.with_traceback(None)
             self.error_at = time.monotonic()
             # Only what waits now: by the time they are settled the next round may be running.
-            waiting = tuple(self._unsettled)
-        self.on_first_error(error)
+            waiting, failed_epoch = tuple(self._unsettled), self.epoch
+        self.on_first_error(error, failed_epoch)
         timer = threading.Timer(ABANDON_AFTER_S, _settle, [waiting])
         timer.name, timer.daemon = "p2pstate-settle", True
         timer.start()

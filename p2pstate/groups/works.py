@@ -147,5 +147,6 @@ class GuardedWork(Work):
 
     def _failed(self, error: Exception) -> None:
         self._status.fail(error, self._epoch)
+        self._status.raise_if_loud()
         with torch.no_grad():
             self._echo()

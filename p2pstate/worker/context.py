@@ -26,6 +26,7 @@ class WorkerContext:
     num_local: int
     world_size: int
     fresh: bool  # this process starts connected, with everybody else; else alone
+    restore: bool  # what it starts connected with resumes from the vaults
     epoch: int  # the round it starts in; 0 when it starts alone
     joining: bool = False  # inside recover.join: an abort cuts the replication group as well
     in_loop: bool = False  # errors matter to the agent only while the loop runs
@@ -47,10 +48,10 @@ class WorkerContext:
     def watch(self, registry: Registry, status: Status) -> None:
         """Connect errors, aborts and connections: whatever happens first frees every blocked thread."""
 
-        def on_first_error(error: BaseException) -> None:
-            registry.cut(status.epoch, replication=False)
+        def on_first_error(error: BaseException, epoch: int) -> None:
+            registry.cut(epoch, replication=False)
             if not isinstance(error, RoundAborted):
-                self.link.send("error", epoch=status.epoch, text=_one_line(error), training=self.in_loop)
+                self.link.send("error", epoch=epoch, text=_one_line(error), training=self.in_loop)
 
         def on_abort(epoch: int, reason: str) -> None:
             status.fail(RoundAborted(f"round {epoch} was aborted: {reason}"), epoch)

@@ -52,17 +52,19 @@ def worker_main(sock: socket.socket) -> int:
     if code == 0 and context.left_early:
         code = 1
         text = (
-            f"the loop at {context.left_early} was left by break or return while its step was being discarded: this "
-            "rank can go on neither with the step nor without it; leave the loop only after the block"
+            f"the loop at {context.left_early} was left by break or return, and a fault came before all ranks had "
+            "agreed that it ends: all workers start again"
         )
-        print(text, file=sys.stderr)
+        print(f"p2pstate: {text}", file=sys.stderr)
     sys.stdout.flush()
     sys.stderr.flush()
     _run_exit_handlers()
     if code == 0:
         link.send("finished")
     else:
-        link.send("failed", code=code, text=text)
+        # Alone, or after the loss of a peer, a script may fail although nothing is wrong with it.
+        innocent = STATUS.solo or STATUS.error is not None or bool(context.left_early)
+        link.send("failed", code=code, text=text, innocent=innocent)
     return code
 
 
@@ -95,6 +97,7 @@ def _prepare(link: Link, assignment: dict[str, Any]) -> WorkerContext:
         num_local=assignment["num_local"],
         world_size=world_size,
         fresh=assignment["fresh"],
+        restore=assignment["restore"],
         epoch=epoch,
     )
     channel = LinkStoreChannel(link)

@@ -34,12 +34,13 @@ def train(folder: Path, parallelism: str, kills: list[Kill], environ: dict[str, 
     with Cluster(
         folder / "run", script, num_training=2, num_spares=num_spares, num_workers=2, environ=environ
     ) as cluster:
-        while running := cluster.running():
+        while cluster.running():
             assert time.monotonic() < deadline, f"the run hangs\n{cluster.log_tails()}"
             for node in list(cluster.nodes.values()):
                 if node.process.poll() == -9 and not node.killed:
                     node.killed = True
-                    if any(other is not node for other in running):
+                    # Not after the last kill: a node that comes when the run has ended would wait for one to begin.
+                    if sum(each.killed for each in cluster.nodes.values()) < len(kills):
                         cluster.add_node()
             time.sleep(0.02)
         codes = cluster.exit_codes()

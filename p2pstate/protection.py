@@ -1,0 +1,116 @@
+"""Which version is captured when, and which one is kept: one rank's side of the version rules.
+
+In: the numbers of the gate's votes, the live state between two steps. Out: captured versions on their way to the
+buddy, and the newest version that all ranks are known to hold in both places.
+
+Invariants: capture or skip follows from the vote's numbers alone, which are the same on all ranks; the slots of the
+newest protected version are never written; a version is captured only after the one before is protected everywhere.
+"""
+
+from __future__ import annotations
+
+import time
+
+from p2pstate.capture import Capturer
+from p2pstate.groups.gate import Ballot
+from p2pstate.groups.registry import REGISTRY
+from p2pstate.groups.status import STATUS
+from p2pstate.groups.waiting import ABANDON_AFTER_S
+from p2pstate.replicate import Shipper
+from p2pstate.state import TrainingState
+from p2pstate.stats import ProtectionStats
+from p2pstate.types import Version
+from p2pstate.worker.context import WorkerContext
+
+__all__ = ["Protection"]
+
+MIN_SHIPPING_WAIT_S = 0.02
+DRAIN_S = 0.5  # how long copies that are under way may still arrive after a fault
+
+
+class Protection:
+    """Used from the training thread only."""
+
+    def __init__(self, context: WorkerContext, state: TrainingState, *, every: int, max_overhead: float) -> None:
+        self._context = context
+        self._state = state
+        self._every = every
+        self._max_overhead = max_overhead
+        self._capturer = Capturer(context.link, context.rank, context.local_rank, context.num_local)
+        self.stats = ProtectionStats()
+        self._shipper = self._make_shipper()
+        self._due = False
+        self._captured: Version | None = None  # the newest of this round
+        self.protected: Version | None = None  # what the job can fall back to: its slots are kept
+        self.num_skipped_in_a_row = 0
+
+    def begin(self) -> None:
+        """A start from scratch: the initial state is the first version."""
+        self._due = True
+
+    def resumed(self, version: Version) -> None:
+        """The round resumed ``version``: ship it again at once, for the partners may be new."""
+        self.protected, self._captured, self._due = version, None, True
+        self.num_skipped_in_a_row = 0
+
+    def complete(self) -> Version:
+        """For the ballot: the newest version of this rank's shard that is complete here and at the buddy."""
+        return self._shipper.complete
+
+    def committed(self, step: int, voted: Ballot) -> None:
+        """``step`` is committed; decide, as all ranks do, whether its state becomes a version."""
+        if self._captured is None or Version(voted.protected_epoch, voted.protected_step) >= self._captured:
+            self.protected = self._captured or self.protected
+            self._due = step % self._every == 0
+            self.num_skipped_in_a_row = 0
+        else:
+            self._due = False
+            if step % self._every == 0:
+                self.stats.num_skipped += 1
+                self.num_skipped_in_a_row += 1
+
+    def capture_if_due(self, epoch: int, step: int) -> None:
+        """Between two steps: copy the state into the own slots, and start shipping it."""
+        inner = REGISTRY.replication
+        if not self._due or STATUS.echoing or inner is None:
+            return
+        self._due = False
+        began = time.monotonic()
+        images = self._capturer.capture(self._state.collect(), Version(epoch, step), self.protected)
+        self._captured = Version(epoch, step)
+        self._shipper.ship(images, self.protected, inner, began)
+        self.stats.capture_s.append(time.monotonic() - began)
+        self.stats.num_captured += 1
+        self.stats.num_own_bytes = sum(image.num_bytes for image in images if image.part.kind == "own")
+        self.stats.num_shared_bytes = sum(image.num_bytes for image in images if image.part.kind != "own")
+
+    def wait_a_little(self, step_s: float) -> None:
+        """Give the version of the step before a little time to arrive, so that the next one need not be skipped."""
+        if self._shipper.wait(0):
+            self.stats.num_in_time += 1
+            return
+        began = time.monotonic()
+        self._shipper.wait(max(MIN_SHIPPING_WAIT_S, self._max_overhead * step_s))
+        self.stats.wait_s.append(time.monotonic() - began)
+
+    def drain(self, timeout_s: float) -> None:
+        """At the end of the loop: wait until the newest version has arrived, an error comes, or time is up."""
+        deadline = time.monotonic() + timeout_s
+        while not self._shipper.wait(ABANDON_AFTER_S) and time.monotonic() < deadline and STATUS.error is None:
+            pass
+
+    def quiesce(self, epoch: int) -> None:
+        """Stop everything that belongs to round ``epoch``: no slot changes until the next capture."""
+        self._shipper.wait(DRAIN_S)
+        REGISTRY.cut(epoch)
+        if not self._shipper.wait(ABANDON_AFTER_S):
+            self._shipper.cancel()
+            self._shipper = self._make_shipper()
+
+    def _make_shipper(self) -> Shipper:
+        context = self._context
+        return Shipper(context.link, context.buddy, context.ward, self._shipping_failed, self.stats)
+
+    def _shipping_failed(self, epoch: int, error: BaseException) -> None:
+        if STATUS.error is None and epoch == STATUS.epoch and self._context.in_loop:
+            self._context.link.send("error", epoch=epoch, text=f"replication: {error}", training=False)
