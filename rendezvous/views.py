@@ -76,8 +76,8 @@ def quorum_text(view: View | None, num_votes: int, sizes: Sizes) -> str:
     """The sentence for a missing quorum."""
     size = sizes.max_size if view is None else len(view.members)
     return (
-        f"{size // 2 + 1} of {size} votes are needed and {num_votes} came: waiting for members to answer. If the "
-        "others are gone for good, say so with `p2prun assume-dead NODE`; a witness spares two nodes this wait"
+        f"{size // 2 + 1} of {size} votes are needed and {num_votes} came: waiting for members to answer. Members that "
+        "are merely silent may still be training, so nothing is decided without them; a spare node more is a vote more"
     )
 
 
