@@ -4,8 +4,8 @@ In: what ``TrainingState.collect`` found, the version, and the version whose slo
 slots, not yet *complete*: the shipper hashes them and publishes their headers.
 
 Invariants: called on the training thread, between two steps; a slot that holds the version to keep is never written;
-what every rank holds alike is written once per node, divided over the node's ranks, what only this rank has is written
-by this rank.
+what several ranks hold alike is written once per node, divided over those of them that are there; what no other
+node has is written by every rank that has it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 from p2pstate.redundancy import divide
 from p2pstate.slots import Header, Slot
-from p2pstate.state import Collected, Layout, Leaf, Scope
+from p2pstate.state import Collected, Layout, Leaf
 from p2pstate.types import Part, Version
 from p2pstate.worker.link import Link
 
@@ -39,14 +39,14 @@ class Image:
     version: Version
     data_bytes: int
     tail_bytes: int
-    num_rep_parts: int
+    num_shared_sets: int
 
     @property
     def num_bytes(self) -> int:
         return self.data_bytes + self.tail_bytes
 
     def header(self, digest: bytes) -> Header:
-        return Header(self.version, self.data_bytes, self.tail_bytes, digest, self.num_rep_parts)
+        return Header(self.version, self.data_bytes, self.tail_bytes, digest, self.num_shared_sets)
 
 
 class SlotPair:
@@ -89,40 +89,52 @@ class SlotPair:
 
 
 class Capturer:
-    """Writes this rank's parts. ``local_rank`` of ``num_local`` decides which replicated part is its."""
+    """Writes the parts of rank ``rank``. ``places[rank]`` tells which ranks are on one node."""
 
-    def __init__(self, link: Link, rank: int, local_rank: int, num_local: int) -> None:
-        self._own = SlotPair(link, Part.own(rank))
-        self._rep = SlotPair(link, Part.rep(local_rank, num_local))
-        self._rank, self._local_rank, self._num_local = rank, local_rank, num_local
+    def __init__(self, link: Link, rank: int, places: Sequence[int]) -> None:
+        self._link = link
+        self._rank = rank
+        self._places = tuple(places)
+        self._pairs: dict[Part, SlotPair] = {}
         self._layouts: dict[Part, Layout] = {}
 
     def capture(self, collected: Collected, version: Version, keep: Version | None) -> list[Image]:
         """Copy the state into this rank's slots. The caller may change the state as soon as this returns."""
-        rank_only = [leaf for leaf in collected.leaves if leaf.scope is Scope.RANK]
-        replicated = [leaf for leaf in collected.leaves if leaf.scope is Scope.REPLICATED]
-        num_rep_parts = self._num_local if replicated else 0
-        images = [
-            self._write(self._own, Part.own(self._rank), rank_only, collected.values, version, keep, num_rep_parts)
-        ]
-        if replicated:
-            sizes = [(leaf.name, leaf.tensor.numel() * leaf.tensor.element_size()) for leaf in replicated]
-            mine = set(divide(sizes, self._num_local)[self._local_rank])
-            leaves = [leaf for leaf in replicated if leaf.name in mine]
-            part = Part.rep(self._local_rank, self._num_local)
-            images.append(self._write(self._rep, part, leaves, b"", version, keep, num_rep_parts))
+        own: list[Leaf] = []
+        shared: dict[tuple[int, ...], list[Leaf]] = {}
+        for leaf in collected.leaves:
+            if self._is_shared(leaf.holders):
+                shared.setdefault(leaf.holders, []).append(leaf)
+            else:
+                own.append(leaf)
+        images = [self._write(Part.own(self._rank), own, collected.values, version, keep, len(shared))]
+        for members, leaves in sorted(shared.items()):
+            local = [rank for rank in members if self._places[rank] == self._places[self._rank]]
+            piece = local.index(self._rank)
+            sizes = [(leaf.name, leaf.tensor.numel() * leaf.tensor.element_size()) for leaf in leaves]
+            mine = set(divide(sizes, len(local))[piece])
+            kept = [leaf for leaf in leaves if leaf.name in mine]
+            images.append(self._write(Part.shared(members, piece, len(local)), kept, b"", version, keep, 0))
         return images
+
+    def _is_shared(self, holders: tuple[int, ...]) -> bool:
+        """Whether a rank on another node holds these bytes (or, with one node only, another rank at all)."""
+        if len(holders) == 1:
+            return False
+        return len({self._places[rank] for rank in holders}) > 1 or len(set(self._places)) == 1
 
     def _write(
         self,
-        pair: SlotPair,
         part: Part,
         leaves: Sequence[Leaf],
         values: bytes,
         version: Version,
         keep: Version | None,
-        num_rep_parts: int,
+        num_shared_sets: int,
     ) -> Image:
+        pair = self._pairs.get(part)
+        if pair is None:
+            pair = self._pairs[part] = SlotPair(self._link, part)
         layout = self._layout_for(part, leaves)
         tail = msgpack.packb({"table": layout.table(), "values": values}, use_bin_type=True)
         tail += _FOOTER.pack(layout.num_bytes)
@@ -133,7 +145,7 @@ class Capturer:
         if layout.num_bytes:
             layout.write(leaves, torch.frombuffer(body, dtype=torch.uint8, count=layout.num_bytes))
         body[layout.num_bytes : needed] = tail
-        return Image(part, slot, version, layout.num_bytes, len(tail), num_rep_parts)
+        return Image(part, slot, version, layout.num_bytes, len(tail), num_shared_sets)
 
     def _layout_for(self, part: Part, leaves: Sequence[Leaf]) -> Layout:
         """The layout of the last version while it fits: its views into the slots are reused."""

@@ -5,8 +5,8 @@ were resumed before. Out: a :class:`Plan` (the version, and for every rank where
 :class:`StartOver` or :class:`StateLost`. Each carries a sentence that says why.
 
 Invariants: the version of a plan is whole (every shard has a complete copy on a live node that was not found corrupt,
-and some live node has all replicated parts); it is the newest such version; a version that an earlier round decided to
-go back behind is never used again.
+and, of every set of leaves that ranks share, some live node has all pieces); it is the newest such version; a version
+that an earlier round decided to go back behind is never used again.
 """
 
 from __future__ import annotations
@@ -145,29 +145,37 @@ def _usable(
 
 
 def _why_not_whole(info: RoundInfo, found: Sequence[SlotRecord]) -> str:
+    needed = {record.part.members[0]: record.num_shared_sets for record in found if record.part.kind == "own"}
+    complete = _complete_sets(found)
     for rank in range(info.world_size):
-        if not any(record.part == Part.own(rank) for record in found):
+        if rank not in needed:
             return f"no live node has shard {rank}"
-    if any(record.num_rep_parts for record in found) and not _nodes_with_replicas(found):
-        return "no live node has all parts of what the ranks hold alike"
+        if sum(rank in members for members in complete) < needed[rank]:
+            return f"no live node has all of what rank {rank} shares with others"
     return ""
 
 
-def _nodes_with_replicas(found: Sequence[SlotRecord]) -> list[str]:
-    held: dict[str, set[Part]] = {}
+def _complete_sets(found: Sequence[SlotRecord]) -> dict[tuple[int, ...], list[str]]:
+    """For every set of ranks that share leaves: the nodes that hold all pieces of them."""
+    held: dict[tuple[tuple[int, ...], str], set[Part]] = {}
     for record in found:
-        if record.part.kind == "rep":
-            held.setdefault(record.node, set()).add(record.part)
-    return [node for node, parts in held.items() if len(parts) == next(iter(parts)).num_pieces]
+        if record.part.kind == "shared":
+            held.setdefault((record.part.members, record.node), set()).add(record.part)
+    out: dict[tuple[int, ...], list[str]] = {}
+    for (members, node), parts in held.items():
+        if len(parts) == next(iter(parts)).num_pieces:
+            out.setdefault(members, []).append(node)
+    return out
 
 
 def _fetches(info: RoundInfo, rank: int, found: Sequence[SlotRecord]) -> list[Fetch]:
     home = info.node_of(rank)
     out = [_fetch(info, rank, _nearest(home, [r for r in found if r.part == Part.own(rank)]))]
-    if any(record.num_rep_parts for record in found):
-        nodes = _nodes_with_replicas(found)
-        node = home if home in nodes else nodes[0]
-        parts = {r.part: r for r in found if r.part.kind == "rep" and r.node == node}
+    for members, nodes in sorted(_complete_sets(found).items()):
+        if rank not in members:
+            continue
+        node = home if home in nodes else min(nodes)
+        parts = {r.part: r for r in found if r.part.kind == "shared" and r.part.members == members and r.node == node}
         out += [_fetch(info, rank, parts[part]) for part in sorted(parts)]
     return out
 

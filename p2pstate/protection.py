@@ -36,7 +36,7 @@ class Protection:
         self._state = state
         self._every = every
         self._max_overhead = max_overhead
-        self._capturer = Capturer(context.link, context.rank, context.local_rank, context.num_local)
+        self._capturer = Capturer(context.link, context.rank, context.places)
         self.stats = ProtectionStats()
         self._shipper = self._make_shipper()
         self._due = False

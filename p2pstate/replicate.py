@@ -142,16 +142,16 @@ class Shipper:
 
     def _exchange(self, job: _Job, own: Image, buddy: int, ward: int) -> bool:
         group = job.inner.group
-        head = torch.tensor([*own.version, own.data_bytes, own.tail_bytes, own.num_rep_parts], dtype=torch.int64)
+        head = torch.tensor([*own.version, own.data_bytes, own.tail_bytes, own.num_shared_sets], dtype=torch.int64)
         theirs = torch.zeros_like(head)
         _swap(group, head, buddy, theirs, ward, _HEADER)
-        epoch, step, data_bytes, tail_bytes, num_rep_parts = theirs.tolist()
+        epoch, step, data_bytes, tail_bytes, num_shared_sets = theirs.tolist()
         if Version(epoch, step) != own.version or data_bytes < 0 or tail_bytes < 0:
             raise Retryable(f"rank {ward} ships step {step} of round {epoch}, expected {own.version}")
         assert self._ward_slots is not None
         slot = self._ward_slots.target(data_bytes + tail_bytes, job.keep)
         self._begin(slot)
-        received = Image(Part.own(ward), slot, own.version, data_bytes, tail_bytes, num_rep_parts)
+        received = Image(Part.own(ward), slot, own.version, data_bytes, tail_bytes, num_shared_sets)
         mine, computed = self._move(group, own, buddy, received, ward)
         self._publish(own.slot, own.header(mine))
         announced = torch.zeros(16, dtype=torch.uint8)

@@ -29,7 +29,7 @@ __all__ = ["HEADER_BYTES", "Header", "Slot", "digest_of"]
 HEADER_BYTES = 4096
 _MAGIC = b"p2pslot1"
 _WRITING, _COMPLETE = 1, 2
-# magic, state, number of replicated parts, epoch, step, data bytes, tail bytes, digest, checksum of all before
+# magic, state, number of shared sets, epoch, step, data bytes, tail bytes, digest, checksum of all before
 _FIELDS = struct.Struct("<8sIIqqqq16s")
 _CHECK = struct.Struct("<Q")
 
@@ -40,7 +40,7 @@ class Header:
     data_bytes: int
     tail_bytes: int
     digest: bytes
-    num_rep_parts: int
+    num_shared_sets: int
 
     @property
     def num_bytes(self) -> int:
@@ -64,13 +64,13 @@ class Slot:
     def header(self) -> Header | None:
         """What a complete slot holds; None for an empty, torn or half-written one."""
         raw = self._map[: _FIELDS.size + _CHECK.size]
-        magic, state, num_rep, epoch, step, data_bytes, tail_bytes, digest = _FIELDS.unpack_from(raw)
+        magic, state, num_shared_sets, epoch, step, data_bytes, tail_bytes, digest = _FIELDS.unpack_from(raw)
         (check,) = _CHECK.unpack_from(raw, _FIELDS.size)
         if magic != _MAGIC or state != _COMPLETE or check != xxhash.xxh3_64_intdigest(raw[: _FIELDS.size]):
             return None
         if data_bytes < 0 or tail_bytes < 0 or data_bytes + tail_bytes > self.capacity:
             return None
-        return Header(Version(epoch, step), data_bytes, tail_bytes, digest, num_rep)
+        return Header(Version(epoch, step), data_bytes, tail_bytes, digest, num_shared_sets)
 
     def begin(self) -> None:
         """Mark the slot as being written: what it held is gone from now on."""
@@ -78,7 +78,7 @@ class Slot:
 
     def complete(self, header: Header) -> None:
         """Publish what was written. The state word goes last: a writer killed in between leaves no version."""
-        fields = (header.num_rep_parts, *header.version, header.data_bytes, header.tail_bytes, header.digest)
+        fields = (header.num_shared_sets, *header.version, header.data_bytes, header.tail_bytes, header.digest)
         raw = _FIELDS.pack(_MAGIC, _COMPLETE, *fields)
         self._map[_FIELDS.size : _FIELDS.size + _CHECK.size] = _CHECK.pack(xxhash.xxh3_64_intdigest(raw))
         self._map[12 : _FIELDS.size] = raw[12:]

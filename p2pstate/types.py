@@ -23,27 +23,33 @@ class Version(NamedTuple):
 class Part(NamedTuple):
     """What one slot holds of a version.
 
-    ``own`` parts: the leaves that only the rank ``shard`` has (piece 0 of 1).
-    ``rep`` parts: one of ``num_pieces`` pieces of the leaves that every rank has; ``shard`` is 0.
+    ``own`` parts: the leaves that only one rank has, or that no rank on another node has (``members`` is that rank).
+    ``shared`` parts: one of ``num_pieces`` pieces of the leaves that all of ``members`` hold alike, on one of their
+    nodes; the members on a node divide them, so that each node has them once.
     """
 
     kind: str
-    shard: int
+    members: tuple[int, ...]
     piece: int
     num_pieces: int
 
     @staticmethod
-    def own(shard: int) -> Part:
-        return Part("own", shard, 0, 1)
+    def own(rank: int) -> Part:
+        return Part("own", (rank,), 0, 1)
 
     @staticmethod
-    def rep(piece: int, num_pieces: int) -> Part:
-        return Part("rep", 0, piece, num_pieces)
+    def shared(members: tuple[int, ...], piece: int, num_pieces: int) -> Part:
+        return Part("shared", members, piece, num_pieces)
+
+    @staticmethod
+    def unpack(raw: list[Any]) -> Part:
+        kind, members, piece, num_pieces = raw
+        return Part(kind, tuple(members), piece, num_pieces)
 
     def __str__(self) -> str:
-        return (
-            f"shard {self.shard}" if self.kind == "own" else f"replicated piece {self.piece + 1} of {self.num_pieces}"
-        )
+        if self.kind == "own":
+            return f"shard {self.members[0]}"
+        return f"piece {self.piece + 1} of {self.num_pieces} of what ranks {', '.join(map(str, self.members))} share"
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +62,18 @@ class SlotRecord:
     version: Version | None  # None: never completed, or being written when its writer died
     num_bytes: int
     digest: str
-    num_rep_parts: int  # how many replicated parts complete this version on a node; 0: the version has none
+    num_shared_sets: int  # of an own part: how many sets of shared leaves complete this rank's state
 
     def pack(self) -> list[Any]:
         version = list(self.version) if self.version else None
-        return [self.node, self.slot, list(self.part), version, self.num_bytes, self.digest, self.num_rep_parts]
+        return [self.node, self.slot, list(self.part), version, self.num_bytes, self.digest, self.num_shared_sets]
 
     @staticmethod
     def unpack(raw: list[Any]) -> SlotRecord:
-        node, slot, part, version, num_bytes, digest, num_rep = raw
-        return SlotRecord(node, slot, Part(*part), Version(*version) if version else None, num_bytes, digest, num_rep)
+        node, slot, part, version, num_bytes, digest, num_sets = raw
+        return SlotRecord(
+            node, slot, Part.unpack(part), Version(*version) if version else None, num_bytes, digest, num_sets
+        )
 
 
 class Start:

@@ -66,7 +66,7 @@ class Vault:
             )
         fd = -1
         try:
-            fd = os.memfd_create(f"p2pstate-{part.kind}{part.shard}-{index}", os.MFD_CLOEXEC)
+            fd = os.memfd_create(f"p2pstate-{part.kind}{part.members[0]}-{index}", os.MFD_CLOEXEC)
             os.ftruncate(fd, size)
             slot = Slot(fd, header_only=True)
         except OSError as error:
@@ -98,7 +98,7 @@ class Vault:
                     version=header.version if header else None,
                     num_bytes=header.num_bytes if header else 0,
                     digest=header.digest.hex() if header else "",
-                    num_rep_parts=header.num_rep_parts if header else 0,
+                    num_shared_sets=header.num_shared_sets if header else 0,
                 )
             )
         return out

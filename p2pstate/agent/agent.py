@@ -331,7 +331,7 @@ class Agent:
 
     def _on_allocate(self, worker: WorkerProcess, id: int, part: list[Any], index: int, num_bytes: int) -> None:
         try:
-            _, fd = self._vault.allocate(Part(*part), index, num_bytes)
+            _, fd = self._vault.allocate(Part.unpack(part), index, num_bytes)
         except VaultFull as error:
             self._supervisor.tell(worker, {"t": "reply", "id": id, "error": str(error)})
         else:

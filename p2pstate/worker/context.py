@@ -34,16 +34,20 @@ class WorkerContext:
 
     @property
     def buddy(self) -> int | None:
-        return buddies(self._places)[self.rank]
+        return buddies(self._place_names)[self.rank]
 
     @property
     def ward(self) -> int | None:
-        return wards(buddies(self._places))[self.rank]
+        return wards(buddies(self._place_names))[self.rank]
 
     @property
-    def _places(self) -> list[str]:
-        """Names of places, which stay when a spare takes a place over."""
-        return [f"place {rank // self.num_local}" for rank in range(self.world_size)]
+    def places(self) -> list[int]:
+        """The place of every rank; it stays when a spare takes the place over."""
+        return [rank // self.num_local for rank in range(self.world_size)]
+
+    @property
+    def _place_names(self) -> list[str]:
+        return [f"place {place}" for place in self.places]
 
     def watch(self, registry: Registry, status: Status) -> None:
         """Connect errors, aborts and connections: whatever happens first frees every blocked thread."""

@@ -17,13 +17,13 @@ def reports(committed: int = 7, warm: int = 5, newcomers: tuple[int, ...] = ()) 
     }
 
 
-def own(rank: int, node: str, version: Version | None, slot: int | None = None, num_rep: int = 0) -> SlotRecord:
+def own(rank: int, node: str, version: Version | None, slot: int | None = None, num_sets: int = 0) -> SlotRecord:
     number = slot if slot is not None else rank * 10 + (version.step if version else 0)
-    return SlotRecord(node, number, Part.own(rank), version, 100, f"d{rank}", num_rep)
+    return SlotRecord(node, number, Part.own(rank), version, 100, f"d{rank}", num_sets)
 
 
 def rep(piece: int, node: str, version: Version) -> SlotRecord:
-    return SlotRecord(node, 1000 + piece, Part.rep(piece, 2), version, 50, f"r{piece}", 2)
+    return SlotRecord(node, 1000 + piece, Part.shared((0, 1, 2, 3), piece, 2), version, 50, f"r{piece}", 0)
 
 
 V6, V7 = Version(2, 6), Version(2, 7)
@@ -81,13 +81,29 @@ def test_plan_prefers_a_later_round_over_a_later_step() -> None:
 
 
 def test_plan_with_replicated_parts_needs_all_of_them_on_one_node() -> None:
-    owns = [own(rank, node, V7, num_rep=2) for rank, holders in BOTH.items() for node in holders]
+    owns = [own(rank, node, V7, num_sets=1) for rank, holders in BOTH.items() for node in holders]
     split = plan_recovery(INFO, reports(), [*owns, rep(0, "n0", V7), rep(1, "n1", V7)])
     assert isinstance(split, StateLost)
     plan = plan_recovery(INFO, reports(newcomers=(0, 1)), [*owns, rep(0, "n1", V7), rep(1, "n1", V7)])
     assert isinstance(plan, Plan)
-    assert [f.sender for f in plan.of(0) if f.part.kind == "rep"] == [2, 2]
-    assert [f.sender for f in plan.of(3) if f.part.kind == "rep"] == [None, None]
+    assert [f.sender for f in plan.of(0) if f.part.kind == "shared"] == [2, 2]
+    assert [f.sender for f in plan.of(3) if f.part.kind == "shared"] == [None, None]
+
+
+def test_plan_with_shards_replicated_between_nodes_takes_the_dead_nodes_from_their_twins() -> None:
+    """HSDP: ranks 0 and 2, and 1 and 3, hold the same shard; each node has each shard once."""
+    owns = [own(rank, node, V7, num_sets=1) for rank, holders in BOTH.items() for node in holders]
+    shards = [
+        SlotRecord("n1", 2000 + first, Part.shared((first, first + 2), 0, 1), V7, 50, f"s{first}", 0)
+        for first in (0, 1)
+    ]
+    plan = plan_recovery(INFO, reports(newcomers=(0, 1)), owns + shards)
+    assert isinstance(plan, Plan)
+    assert [(f.part.members, f.sender) for f in plan.of(0) if f.part.kind == "shared"] == [((0, 2), 2)]
+    assert [(f.part.members, f.sender) for f in plan.of(3) if f.part.kind == "shared"] == [((1, 3), None)]
+    lost = plan_recovery(INFO, reports(newcomers=(0, 1)), owns + shards[:1])
+    assert isinstance(lost, StateLost)
+    assert "rank 1 shares" in lost.reason
 
 
 def test_plan_with_a_half_written_slot_does_not_count_it() -> None:

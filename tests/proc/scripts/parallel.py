@@ -1,0 +1,126 @@
+"""A small model under one of several parallelisms; kills itself once at a given step, leaves its final state.
+
+Arguments: form (hsdp, fsdp_tp, fsdp_uneven, ddp_subgroup), folder, steps, and where to die: "STEP:RANK" or
+"STEP:RANK:node", or "-".
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import p2pstate
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Data:
+    """Batches that depend on the position only (and on which ranks are to see the same)."""
+
+    def __init__(self, seed: int, width: int) -> None:
+        self.seed, self.width, self.position = seed, width, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+    def __iter__(self):
+        while True:
+            self.position += 1
+            generator = torch.Generator().manual_seed(1000 * self.position + self.seed)
+            yield torch.randn(4, self.width, generator=generator)
+
+
+def build(form: str, rank: int) -> tuple[nn.Module, int]:
+    """The model, and which data this rank sees."""
+    torch.manual_seed(0)
+    width = 13 if form == "fsdp_uneven" else 16
+    model: nn.Module = nn.Sequential(*(Block(width) for _ in range(3)))
+    if form == "hsdp":  # replicated between the two nodes, sharded inside
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        for block in model:
+            fully_shard(block, mesh=mesh)
+        return fully_shard(model, mesh=mesh), rank
+    if form == "fsdp_tp":  # tensor parallel inside a node, sharded between the nodes
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+        for block in model:
+            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(block, mesh=mesh["fsdp"])
+        return fully_shard(model, mesh=mesh["fsdp"]), rank // 2
+    if form == "fsdp_uneven":
+        for block in model:
+            fully_shard(block)
+        return fully_shard(model), rank
+    assert form == "ddp_subgroup"  # two independent replicas, each over both nodes: ranks 0 and 2, 1 and 3
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return nn.parallel.DistributedDataParallel(model, process_group=groups[rank % 2]), rank
+
+
+def final_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    found = []
+    for parameter in model.parameters():
+        for tensor in (parameter.detach(), *(optimizer.state[parameter][k] for k in ("step", "exp_avg", "exp_avg_sq"))):
+            found.append((tensor.to_local() if hasattr(tensor, "to_local") else tensor).clone())
+    return [*found, torch.get_rng_state()]
+
+
+def main() -> None:
+    form, folder, steps, kill = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+    p2pstate.init_process_group()
+    rank = dist.get_rank()
+    model, seed = build(form, rank)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    data = Data(seed, 13 if form == "fsdp_uneven" else 16)
+    state = p2pstate.Replicator(model, optimizer, data=data)
+
+    def train_step(batch: torch.Tensor) -> torch.Tensor:
+        noise = torch.rand(()).expand(1) if form != "fsdp_tp" else torch.zeros(1)
+        loss = (model(batch).pow(2).mean() * (1 + noise)).sum()
+        loss.backward()
+        if kill != "-" and not state.rehearsing:
+            die_once(kill, state.committed_step + 1, rank, folder)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for _ in state.run(train_step, steps=steps):
+        pass
+    sizes = [state.stats.num_own_bytes, state.stats.num_shared_bytes]
+    torch.save({"state": final_state(model, optimizer), "sizes": sizes}, folder / f"final-{rank}.pt")
+
+
+def die_once(kill: str, step: int, rank: int, folder: Path) -> None:
+    parts = kill.split(":")
+    if (step, rank) != (int(parts[0]), int(parts[1])):
+        return
+    try:
+        os.close(os.open(folder / "killed", os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    if parts[2:] == ["node"]:
+        os.kill(int(os.environ["P2PSTATE_AGENT_PID"]), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()
