@@ -140,6 +140,15 @@ class Cluster:
     def running(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.process.poll() is None]
 
+    def dismiss_late(self) -> None:
+        """End nodes that came when the run had finished: they wait for somebody who is not there any more."""
+        ended = [node for node in self.nodes.values() if node.process.poll() == 0]
+        self._finished_at = self._finished_at or (time.monotonic() if ended else None)
+        if self._finished_at is not None and time.monotonic() - self._finished_at > SETTLE_S:
+            for node in self.running():
+                node.killed = True
+                node.process.send_signal(signal.SIGTERM)
+
     def exit_codes(self) -> dict[str, int | None]:
         """Of the nodes that were not killed from here."""
         return {node.name: node.process.poll() for node in self.nodes.values() if not node.killed}

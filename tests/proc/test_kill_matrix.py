@@ -42,6 +42,7 @@ def train(folder: Path, parallelism: str, kills: list[Kill], environ: dict[str, 
                     # Not after the last kill: a node that comes when the run has ended would wait for one to begin.
                     if sum(each.killed for each in cluster.nodes.values()) < len(kills):
                         cluster.add_node()
+            cluster.dismiss_late()
             time.sleep(0.02)
         codes = cluster.exit_codes()
         assert set(codes.values()) == {0}, f"{codes}\n{cluster.log_tails()}"
