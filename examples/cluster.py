@@ -106,6 +106,7 @@ class Cluster:
             key.write_text(secrets.token_hex(32))
             self._options += ["--key-file", str(key)]  # not on loopback: the control plane is encrypted
         self.nodes: dict[str, Node] = {}
+        self._finished_at: float | None = None
         addresses = [f"{host}:{port}" for host, port in zip(hosts, free_ports(count), strict=True)]
         for address in addresses:
             self._start(address, addresses)
