@@ -4,8 +4,8 @@ In: DTensors with their placements, DistributedDataParallel modules, optimizer s
 ranks with the own rank among them.
 Invariants: all ranks named in a tuple compute the same tuple; what nothing keeps equal is held by the own rank only.
 Known limits: holders follow from structure, bytes are not compared: replicas that were initialised differently, or are
-stepped differently, are not noticed. Tensor-parallel replicas below DistributedDataParallel are not counted, only its
-own. Replicas of a parameter that is no DTensor and not below DistributedDataParallel are not known of.
+stepped differently, are not noticed. Replicas of a parameter that is no DTensor and not below DistributedDataParallel
+are not known of.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -60,15 +59,21 @@ def replicas(model: DistributedDataParallel, world: World) -> Holders:
 
 
 def holders_of_parameter(parameter: torch.Tensor, replicated: Holders, world: World) -> Holders:
-    """Who holds ``parameter``'s local bytes; ``replicated`` are the ranks of the DistributedDataParallel above it."""
+    """Who holds ``parameter``'s local bytes; ``replicated`` are the ranks of the DistributedDataParallel above it.
+
+    Those of a DTensor are the ranks of its mesh that differ from the own rank only where its placements replicate.
+    """
     if not isinstance(parameter, DTensor):
         return replicated if _is_whole(parameter) else world.own
     mesh = parameter.device_mesh
-    ranks, holders = _in_mesh(mesh, parameter.placements, world)
-    # Below DistributedDataParallel its replicas count, unless it spans shards of one tensor.
-    if len(replicated) > 1 and set(replicated) & ranks <= set(holders):
-        return replicated
-    return holders
+    if world.size == 1 or mesh.get_coordinate() is None:
+        return world.own
+    ranks = mesh.mesh
+    at = (ranks == world.rank).nonzero().tolist()
+    if not at:  # the mesh is one of an earlier process group
+        return world.own
+    where = tuple(slice(None) if p.is_replicate() else at[0][dim] for dim, p in enumerate(parameter.placements))
+    return tuple(sorted(ranks[where].flatten().tolist()))
 
 
 def follows(value: torch.Tensor, parameter: torch.Tensor) -> bool:
@@ -83,16 +88,6 @@ def follows(value: torch.Tensor, parameter: torch.Tensor) -> bool:
     if value.dim() == 0:
         return all(placement.is_replicate() for placement in value.placements)
     return value.shape == parameter.shape and value.placements == parameter.placements
-
-
-def _in_mesh(mesh: DeviceMesh, placements: Any, world: World) -> tuple[set[int], Holders]:
-    """(ranks of the mesh, those of them that differ from the own rank only where ``placements`` replicate)."""
-    if world.size == 1 or mesh.get_coordinate() is None:
-        return set(), world.own
-    ranks = mesh.mesh
-    [at] = (ranks == world.rank).nonzero().tolist()
-    where = tuple(slice(None) if placement.is_replicate() else at[dim] for dim, placement in enumerate(placements))
-    return set(ranks.flatten().tolist()), tuple(sorted(ranks[where].flatten().tolist()))
 
 
 def _keeps_in_step(hook: Any) -> bool:

@@ -62,7 +62,7 @@ def plain_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor
         _check_plain(name, tensor)
         return [(name, tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor)]
     if isinstance(tensor, DTensor):
-        for placement in tensor.placements:
+        for placement in tensor._spec.placements:
             if placement.is_partial():
                 advice = "redistribute it to Shard or Replicate before capturing"
                 raise LeafError(name, f"has the placement {placement}: a summand, not a value", advice)

@@ -6,7 +6,8 @@ Invariants: a name depends on the model only, not on DistributedDataParallel, to
 around any part of it. Only names are remembered between calls; tensors are read from their modules every time, because
 buffers are re-assigned and ``p.data`` is swapped. Under FSDP2 the sharded parameter is meant, also while it is
 gathered.
-Known limits: FSDP1 is refused (its flat parameters have no stable parts).
+Known limits: FSDP1 is refused (its flat parameters have no stable parts), and so is DistributedDataParallel over
+tensor parallelism (its parameters leave their modules).
 """
 
 from __future__ import annotations
@@ -157,6 +158,12 @@ def _walk(model: nn.Module, prefix: str, trained: bool, world: World) -> Iterato
         if isinstance(module, DistributedDataParallel):
             place.replicas = replicas(module, world)
             place.ignored = frozenset(module.parameters_to_ignore)
+            if _takes_parameters_away(module.module):
+                raise LeafError(
+                    place.prefix.rstrip("/"),
+                    "is tensor parallel below DistributedDataParallel: its first forward unregisters parameters",
+                    "use fully_shard over the mesh's other dimensions (two of them, to replicate as well)",
+                )
         for group in _fsdp_groups(module):
             for fsdp_parameter in group.fsdp_params:
                 info = fsdp_parameter._module_info
@@ -183,6 +190,16 @@ def _wrapped_child(module: nn.Module) -> str | None:
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
         return "_orig_mod"
     return next((child for kind, child in _WRAPPERS if isinstance(module, kind)), None)
+
+
+def _takes_parameters_away(module: nn.Module) -> bool:
+    """Whether DistributedDataParallel turned DTensors into local tensors, or (after a forward) the other way round."""
+    hooks = module._forward_pre_hooks.values()
+    if not any(getattr(hook, "__module__", None) == "torch.distributed.tensor.parallel.ddp" for hook in hooks):
+        return False
+    return any(hasattr(parameter, "_st_info") for parameter in module.parameters()) or any(
+        isinstance(value, DTensor) for part in module.modules() for value in vars(part).values()
+    )
 
 
 def _fsdp_groups(module: nn.Module) -> list[Any]:

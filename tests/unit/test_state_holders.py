@@ -1,22 +1,34 @@
-"""Who holds a leaf: computed by one rank after the other over groups whose collectives do nothing."""
+"""Who holds a leaf: computed by one rank after the other (collectives do nothing), and by ranks that train."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from groups_in_processes import run_ranks
+from state_zoo import Codes, assert_same, bits, image_of, restore
 from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from p2pstate.state import Leaf, Scope, TrainingState
+from p2pstate.state import Leaf, LeafError, Scope, TrainingState
 
 Holders = dict[str, tuple[int, ...]]
 
@@ -156,3 +168,488 @@ def test_scope_of_a_leaf_is_replicated_only_if_all_of_several_ranks_hold_it() ->
         assert Leaf("a", one, (0, 1)).scope is Scope.REPLICATED
     with rank_of(0, 3):
         assert Leaf("a", one, (0, 1)).scope is Scope.RANK
+
+
+# -- several dimensions: every one of eight ranks, one after the other
+
+
+class Block(nn.Module):
+    """Seven rows cannot be divided evenly; no two elements are equal, so equal bytes mean equal parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.up, self.down, self.odd = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 7)
+        self.sequence_norm, self.plain_norm, self.batch_norm = nn.LayerNorm(8), nn.LayerNorm(8), nn.BatchNorm1d(8)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter)
+
+
+def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel(), "odd": ColwiseParallel()}
+    return parallelize_module(Block(), mesh, plan | {"sequence_norm": SequenceParallel()}, src_data_rank=None)
+
+
+def hsdp() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("copies", "shards"))
+    return fully_shard(Block(), mesh=mesh)
+
+
+def hsdp_of_modules() -> nn.Module:
+    mesh = init_device_mesh("cpu", (4, 2), mesh_dim_names=("copies", "shards"))
+    model = Block()
+    for layer in (model.up, model.down, model.odd):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=False)
+    return fully_shard(model, mesh=mesh)
+
+
+def fsdp2() -> nn.Module:
+    return fully_shard(Block())
+
+
+def fsdp2_in_halves() -> nn.Module:
+    return fully_shard(Block(), mesh=init_device_mesh("cpu", (2, 4), mesh_dim_names=("halves", "shards"))["shards"])
+
+
+def replicated_by_fsdp() -> nn.Module:
+    model = Block()
+    replicate(model)
+    return model
+
+
+def tp() -> nn.Module:
+    return tensor_parallel(init_device_mesh("cpu", (2, 4), mesh_dim_names=("copies", "tp"))["tp"])
+
+
+def fsdp_tp() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("shards", "tp"))
+    return fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["shards"])
+
+
+def fsdp_tp_of_one() -> nn.Module:
+    mesh = init_device_mesh("cpu", (4, 1, 2), mesh_dim_names=("copies", "shards", "tp"))
+    return fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["copies", "shards"])
+
+
+def hsdp_tp() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "shards", "tp"))
+    return fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["copies", "shards"])
+
+
+def odd_order() -> nn.Module:
+    """A mesh whose ranks are not in order, and a parameter split along its first dimension only."""
+    mesh = DeviceMesh("cpu", [[7, 1, 4, 2], [0, 3, 6, 5]])
+    model = Block()
+    for layer, placements in ((model.up, [Shard(0), Replicate()]), (model.down, [Replicate(), Shard(1)])):
+        full = layer.weight.detach()
+        layer.weight = nn.Parameter(distribute_tensor(full, mesh, placements, src_data_rank=None))
+    return model
+
+
+ALL = tuple(range(8))
+# make -> a leaf of each kind -> the holders of rank 6's part; any other leaf may be checked against these
+CASES: dict[Callable[[], nn.Module], dict[str, tuple[int, ...]]] = {
+    hsdp: {"up.weight": (2, 6), "odd.weight": (2, 6), "plain_norm.bias": (2, 6)},
+    hsdp_of_modules: {"up.weight": (0, 2, 4, 6), "odd.weight": (0, 2, 4, 6), "plain_norm.bias": (0, 2, 4, 6)},
+    fsdp2: {"up.weight": (6,), "odd.weight": (6,), "plain_norm.bias": (6,)},
+    fsdp2_in_halves: {"up.weight": (6,), "odd.weight": (6,), "plain_norm.bias": (6,)},
+    replicated_by_fsdp: {"up.weight": ALL, "odd.weight": ALL, "plain_norm.bias": ALL},
+    tp: {
+        "up.weight": (6,),
+        "up.bias": (6,),
+        "down.weight": (6,),
+        "down.bias": (4, 5, 6, 7),
+        "odd.weight": (6,),
+        "sequence_norm.weight": (4, 5, 6, 7),
+        "plain_norm.weight": (6,),
+    },
+    fsdp_tp: {
+        "up.weight": (6,),
+        "down.weight": (6,),
+        "down.bias": (4, 5, 6, 7),
+        "odd.weight": (6,),
+        "sequence_norm.weight": (4, 5, 6, 7),
+        "plain_norm.weight": (6,),
+    },
+    fsdp_tp_of_one: {
+        "up.weight": (0, 2, 4, 6),
+        "down.weight": (0, 2, 4, 6),
+        "down.bias": ALL,
+        "sequence_norm.weight": ALL,
+        "plain_norm.weight": (0, 2, 4, 6),
+    },
+    hsdp_tp: {
+        "up.weight": (2, 6),
+        "down.weight": (2, 6),
+        "down.bias": (2, 3, 6, 7),
+        "odd.weight": (2, 6),
+        "sequence_norm.weight": (2, 3, 6, 7),
+        "plain_norm.weight": (2, 6),
+    },
+    odd_order: {"up.weight": (0, 3, 5, 6), "down.weight": (4, 6), "odd.weight": (6,)},
+}
+# kinds in which every equal copy is known: what is not, is equal by the way the job is written and nothing says so
+COMPLETE = (hsdp, hsdp_of_modules, fsdp2, replicated_by_fsdp)
+
+
+@dataclass(frozen=True)
+class Looked:
+    holders: Holders
+    bits: dict[str, bytes]
+
+
+def look(make: Callable[[], nn.Module], rank: int) -> Looked:
+    with rank_of(rank, 8):
+        model = make()
+        optimizer = torch.optim.AdamW(model.parameters())
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+        leaves = TrainingState([model], [optimizer], {}, rng=False).collect().leaves
+        return Looked({leaf.name: leaf.holders for leaf in leaves}, {leaf.name: bits(leaf.tensor) for leaf in leaves})
+
+
+@pytest.fixture(scope="module", params=list(CASES), ids=lambda make: make.__name__)
+def case(request: pytest.FixtureRequest) -> tuple[Callable[[], nn.Module], list[Looked]]:
+    return request.param, [look(request.param, rank) for rank in range(8)]
+
+
+Case = tuple[Callable[[], nn.Module], list[Looked]]
+
+
+def test_holders_of_each_kind_of_leaf_are_the_ranks_of_the_mesh_that_share_its_shards(case: Case) -> None:
+    make, ranks = case
+    for name, wanted in CASES[make].items():
+        assert ranks[6].holders[f"model/{name}"] == wanted, name
+        for key in ("step", "exp_avg", "exp_avg_sq"):
+            assert ranks[6].holders[f"optimizer/model/{name}/{key}"] == wanted, (name, key)
+
+
+def test_holders_agree_between_all_that_they_name(case: Case) -> None:
+    for rank, looked in enumerate(case[1]):
+        for name, held in looked.holders.items():
+            assert rank in held
+            assert list(held) == sorted(set(held))
+            assert {case[1][holder].holders[name] for holder in held} == {held}, name
+
+
+def test_holders_have_the_same_bytes(case: Case) -> None:
+    make, ranks = case
+    for looked in ranks:
+        for name, held in looked.holders.items():
+            equal = tuple(rank for rank in range(8) if ranks[rank].bits[name] == looked.bits[name])
+            assert set(held) <= set(equal), name
+            if make in COMPLETE and looked.bits[name] and name.endswith(("weight", "bias", "exp_avg")):
+                assert held == equal, name
+
+
+def test_holders_of_buffers_are_this_rank_only(case: Case) -> None:
+    for rank, looked in enumerate(case[1]):
+        assert {looked.holders[f"model/batch_norm.{key}"] for key in ("running_mean", "num_batches_tracked")} == {
+            (rank,)
+        }
+
+
+@pytest.mark.parametrize("make", [hsdp, hsdp_of_modules, tp, fsdp_tp, hsdp_tp], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("rank", [0, 6])
+@pytest.mark.parametrize("stepped", [False, True])
+def test_restore_of_several_dimensions_round_trips(make: Callable[[], nn.Module], rank: int, stepped: bool) -> None:
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, TrainingState]:
+        model = make()
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            nn.init.normal_(parameter._local_tensor if isinstance(parameter, DTensor) else parameter)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        return model, optimizer, TrainingState([model], [optimizer], {}, rng=False)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        for parameter in model.parameters():
+            parameter.grad = parameter.detach().clone()
+        optimizer.step()
+
+    with rank_of(rank, 8):
+        model, optimizer, state = build(1)
+        train(model, optimizer)
+        image = image_of(state)
+        train(model, optimizer)
+        end = image_of(state)
+        model, optimizer, state = build(2)
+        if stepped:
+            train(model, optimizer)
+        assert bits(image.tensors["model/down.weight"]) != bits(image_of(state).tensors["model/down.weight"])
+        restore(state, image)
+        assert_same(image_of(state), image)
+        for parameter in model.parameters():
+            moment = optimizer.state[parameter]["exp_avg"]
+            assert type(moment) is (DTensor if isinstance(parameter, DTensor) else torch.Tensor)
+            if isinstance(parameter, DTensor):
+                assert (moment.placements, moment.device_mesh) == (parameter.placements, parameter.device_mesh)
+                assert moment.shape == parameter.shape
+        train(model, optimizer)
+        assert_same(image_of(state), end)
+
+
+# -- four ranks that train
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(6), nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(self.norm(x)).relu())
+
+
+def distributed_mlp(kind: str) -> nn.Module:
+    """Wrapped for four ranks."""
+    if kind == "ddp":
+        return DistributedDataParallel(Mlp())
+    if kind == "ddp of pairs":
+        pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+        return DistributedDataParallel(Mlp(), process_group=pairs.get_group("a"))
+    if kind == "hsdp":
+        return fully_shard(Mlp(), mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards")))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tp"))
+    plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1)), "down": RowwiseParallel()}
+    model = parallelize_module(Mlp(), mesh["tp"], plan)
+    return fully_shard(model, mesh=mesh["data"]) if kind == "fsdp x tp" else model
+
+
+KINDS: dict[str, dict[str, tuple[int, ...]]] = {  # leaf -> the holders of rank 1's part
+    "ddp": {"up.weight": (0, 1, 2, 3), "norm.bias": (0, 1, 2, 3)},
+    "ddp of pairs": {"up.weight": (1, 3), "norm.bias": (1, 3)},
+    "hsdp": {"up.weight": (1, 3), "norm.bias": (1, 3)},
+    "tp": {"up.weight": (1,), "norm.bias": (0, 1), "down.bias": (0, 1)},
+    "fsdp x tp": {"up.weight": (1,), "norm.bias": (0, 1), "down.bias": (0, 1)},
+}
+
+
+def train_in_process(_line: Any, rank: int, num_ranks: int, folder: str) -> dict[str, dict[str, Any]]:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", num_ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
+    # The groups end with the process: torch's destructors can wait for a thread that waits for the interpreter.
+    return {kind: train_one(kind, rank) for kind in KINDS}
+
+
+def train_one(kind: str, rank: int) -> dict[str, Any]:
+    """(holders, bytes) of every leaf of a trained model that was also restored once, which changed nothing."""
+
+    def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer, TrainingState]:
+        torch.manual_seed(seed)
+        model = distributed_mlp(kind)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True)
+        return model, optimizer, TrainingState([model], [optimizer], {}, rng=False)
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, first: int) -> None:
+        # Ranks of one tensor-parallel group must see the same data, the others different data.
+        source = rank // 2 if "tp" in kind else rank
+        for index in range(first, first + 2):
+            x = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(100 * index + source))
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    model, optimizer, state = build(1)
+    train(model, optimizer, 0)
+    image = image_of(state)
+    found = {leaf.name: (leaf.holders, bits(leaf.tensor)) for leaf in state.collect().leaves}
+    train(model, optimizer, 2)
+    end = image_of(state)
+    model, optimizer, state = build(2)
+    train(model, optimizer, 7)  # DistributedDataParallel divides its reductions anew after the first step
+    restore(state, image)
+    train(model, optimizer, 2)
+    assert_same(image_of(state), end)
+    return found
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(train_in_process, tmp_path_factory.mktemp("job"), 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_holders_of_a_trained_model_have_its_bytes(kind: str, trained: list[dict[str, dict[str, Any]]]) -> None:
+    ranks = [found[kind] for found in trained]
+    wanted = KINDS[kind]
+    assert {name: ranks[1][f"model/{name}"][0] for name in wanted} == wanted
+    for rank, found in enumerate(ranks):
+        assert found.keys() == ranks[0].keys()
+        for name, mine in found.items():
+            assert rank in mine[0]
+            assert {ranks[holder][name] for holder in mine[0]} == {mine}, name
+
+
+# -- what follows a parameter
+
+
+class Odd(torch.optim.Optimizer):
+    """Keeps one tensor of each kind per parameter."""
+
+    def __init__(self, parameters: Any, keep: Callable[[torch.Tensor], dict[str, Any]]) -> None:
+        super().__init__(parameters, {})
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter] = keep(parameter)
+
+
+def test_holders_of_optimizer_tensors_of_other_shapes_are_this_rank_only(fake: int) -> None:
+    def keep(parameter: torch.Tensor) -> dict[str, Any]:
+        rows, columns = parameter.shape
+        return {
+            "moment": torch.zeros(rows, columns, dtype=torch.bfloat16),
+            "step": torch.zeros((), dtype=torch.int64),
+            "scale": torch.ones(1),
+            "row": torch.zeros(rows),
+            "history": [torch.zeros(rows, columns), torch.zeros(7)],
+            "codes": Codes(torch.zeros(rows, columns, dtype=torch.int8), torch.ones(1)),
+            "number": 3,
+        }
+
+    model = DistributedDataParallel(nn.Linear(3, 2, bias=False))
+    found = holders(model, optimizers=[Odd(model.parameters(), keep)])
+    of = {name.removeprefix("optimizer/model/weight/"): held for name, held in found.items()}
+    everybody = ("model/weight", "moment", "step", "history/0", "codes/codes", "codes/scale")
+    assert shared(of, (0, 1, 2, 3)) == set(everybody)
+    assert of["row"] == of["scale"] == of["history/1"] == (fake,)
+
+
+def test_holders_of_optimizer_tensors_split_unlike_their_parameter_are_this_rank_only(fake: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    other = init_device_mesh("cpu", (4, 1))
+    full = torch.arange(16.0).reshape(4, 4)
+
+    def split(*placements: Any, value: torch.Tensor = full, over: DeviceMesh = mesh) -> DTensor:
+        return distribute_tensor(value, over, placements, src_data_rank=None)
+
+    model = nn.Linear(4, 4, bias=False)
+    model.weight = nn.Parameter(split(Replicate(), Shard(0)))
+    number = torch.tensor(3.0)
+
+    def keep(parameter: torch.Tensor) -> dict[str, Any]:
+        return {
+            "alike": torch.zeros_like(parameter),
+            "whole": split(Replicate(), Replicate()),
+            "other_dim": split(Replicate(), Shard(1)),
+            "other_mesh": split(Replicate(), Shard(0), over=other),
+            "gathered": full.clone(),
+            "step": number.clone(),
+            "dstep": split(Replicate(), Replicate(), value=number),
+            "other_dstep": split(Replicate(), Replicate(), value=number, over=other),
+        }
+
+    found = holders(model, optimizers=[Odd(model.parameters(), keep)])
+    of = {name.removeprefix("optimizer/model/weight/"): held for name, held in found.items()}
+    pair = (0, 2) if fake == 0 else (1, 3)
+    assert shared(of, pair) == {"model/weight", "alike", "step", "dstep"}
+    assert of["gathered"] == of["whole"] == (fake,)
+
+
+def test_holders_of_quantised_frozen_weights_under_data_parallel_are_all(fake: int) -> None:
+    model = nn.Linear(3, 2)
+    model.weight = nn.Parameter(Codes(torch.zeros(2, 3, dtype=torch.int8), torch.ones(1)), requires_grad=False)
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, [])
+    found = holders(nn.Sequential(DistributedDataParallel(model, init_sync=False)))
+    assert shared(found, (0, 1, 2, 3)) == {"model/0.weight/codes", "model/0.weight/scale", "model/0.bias"}
+
+
+# -- changes
+
+
+def test_holders_after_a_parameter_was_redistributed_are_new(fake: int) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    model = nn.Linear(4, 8, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = TrainingState([model], [optimizer], {}, rng=False)
+    assert [leaf.holders for leaf in state.collect().leaves] == [(fake,)]
+    for placement, wanted in ((Replicate(), (0, 1, 2, 3)), (Shard(0), (fake,)), (Replicate(), (0, 1, 2, 3))):
+        full = torch.arange(32.0).reshape(8, 4)
+        model.weight = nn.Parameter(distribute_tensor(full, mesh, [placement], src_data_rank=None))
+        optimizer.param_groups[0]["params"] = [model.weight]
+        assert [leaf.holders for leaf in state.collect().leaves] == [wanted]
+
+
+def test_holders_after_part_of_a_model_was_wrapped_are_new(fake: int) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    state = TrainingState([model], [], {}, rng=False)
+    model[1] = DistributedDataParallel(model[1])
+    found = {leaf.name: leaf.holders for leaf in state.collect().leaves}
+    assert shared(found, (0, 1, 2, 3)) == {"model/1.weight", "model/1.bias"}
+    assert found["model/0.weight"] == (fake,)
+
+
+def test_holders_follow_the_rank_of_the_process() -> None:
+    model = net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(optimizer)
+    state = TrainingState([model], [optimizer], {}, rng=False)
+    for rank in (3, 1):
+        with rank_of(rank, 4):
+            assert {leaf.holders for leaf in state.collect().leaves} == {(rank,)}
+    assert {leaf.holders for leaf in state.collect().leaves} == {(0,)}
+
+
+def test_holders_under_data_parallel_whose_group_is_gone_are_this_process() -> None:
+    with rank_of(2, 4):
+        model = DistributedDataParallel(net())
+        state = TrainingState([model], [], {}, rng=False)
+        assert (0, 1, 2, 3) in {leaf.holders for leaf in state.collect().leaves}
+    assert {leaf.holders for leaf in state.collect().leaves} == {(0,)}
+
+
+@pytest.mark.parametrize(
+    ("hook", "in_step"),
+    [
+        (default_hooks.fp16_compress_hook, True),
+        (post_localSGD_hook.post_localSGD_hook, False),
+        (lambda state, bucket: None, False),  # nobody knows what a user's hook averages
+    ],
+)
+def test_holders_under_data_parallel_with_a_communication_hook(fake: int, hook: Any, in_step: bool) -> None:
+    model = DistributedDataParallel(nn.Linear(2, 2))
+    state = TrainingState([model], [], {}, rng=False)
+    assert {leaf.holders for leaf in state.collect().leaves} == {(0, 1, 2, 3)}
+    model.register_comm_hook(None, hook)
+    assert {leaf.holders for leaf in state.collect().leaves} == {(0, 1, 2, 3) if in_step else (fake,)}
+
+
+# -- what is refused
+
+
+@pytest.mark.usefixtures("fake")
+def test_capture_of_a_partial_placement_is_refused() -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    model = nn.Linear(2, 2)
+    model.bias = nn.Parameter(DTensor.from_local(torch.zeros(2), mesh, [Partial()], run_check=False))
+    with pytest.raises(LeafError, match="summand") as caught:
+        TrainingState([model], [], {}, rng=False)
+    assert caught.value.name == "model/bias"
+
+    def keep(parameter: torch.Tensor) -> dict[str, Any]:
+        return {"row": DTensor.from_local(torch.zeros(2), mesh, [Partial()], run_check=False)}
+
+    model = nn.Linear(2, 2)
+    with pytest.raises(LeafError, match="summand") as caught:
+        TrainingState([model], [Odd(model.parameters(), keep)], {}, rng=False)
+    assert caught.value.name == "optimizer/model/weight/row"
+
+
+@pytest.mark.usefixtures("fake")
+@pytest.mark.parametrize("forwards", [0, 1])
+def test_capture_of_tensor_parallelism_under_data_parallel_is_refused(forwards: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = nn.Sequential(nn.Linear(4, 4))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel()}, src_data_rank=None)
+    model = DistributedDataParallel(model, device_mesh=mesh["dp"])
+    for _ in range(forwards):
+        model(torch.ones(2, 4))
+    with pytest.raises(LeafError, match="use fully_shard") as caught:
+        TrainingState([model], [], {}, rng=False)
+    assert caught.value.name == "model"
+
+
+def test_data_parallel_in_a_mesh_without_tensor_parallelism_is_not_refused(fake: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "other"))
+    model = DistributedDataParallel(nn.Linear(2, 2), device_mesh=mesh["dp"])
+    assert set(holders(model).values()) == {(0, 2) if fake == 0 else (1, 3)}
