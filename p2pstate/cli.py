@@ -22,6 +22,8 @@ from rendezvous.types import RendezvousError, Role
 
 __all__ = ["main", "p2prun"]
 
+MAX_ROUNDS_WITHOUT_PROGRESS = 5
+
 
 def p2prun(argv: Sequence[str] | None = None) -> int:
     """Run one node: its agent is this process, its workers are this process's descendants."""
@@ -134,7 +136,8 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         run_dir=os.path.abspath(options.run_dir) if options.run_dir else None,
         quiet=options.quiet and options.run_dir is not None,
         max_restarts=options.max_restarts,
-        max_rounds_without_progress=5,
+        max_rounds_without_progress=MAX_ROUNDS_WITHOUT_PROGRESS,
+        give_up_s=options.give_up_after,
         join_timeout_s=options.join_timeout,
         spare_wait_s=options.spare_wait,
     )

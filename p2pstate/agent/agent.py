@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -50,6 +51,7 @@ class Job:
     quiet: bool
     max_restarts: int
     max_rounds_without_progress: int
+    give_up_s: float
     join_timeout_s: float
     spare_wait_s: float
 
@@ -79,6 +81,7 @@ class Agent:
         self._known_step = -1  # newest committed step that any member has told of
         self._step_at_round = -1
         self._rounds_without_progress = 0
+        self._progress_at = time.monotonic()  # when the first of those rounds began
         self._some_finished = False  # a rank of this node has finished its script in this round
         self._loop_reached = False  # some rank of this node has trained since everybody started together
         self._num_restarts = 0
@@ -358,12 +361,16 @@ class Agent:
             self._loop_reached = False
         if previous is None or self._known_step > self._step_at_round or self._place is None:
             self._rounds_without_progress = 0
+            self._progress_at = time.monotonic()
         self._step_at_round = self._known_step
         self._rounds_without_progress += 1
-        if self._rounds_without_progress > self._job.max_rounds_without_progress:
+        stuck_s = time.monotonic() - self._progress_at
+        # Both: faults that come fast are survived, and so is one that takes long; only a loop is neither.
+        if self._rounds_without_progress > self._job.max_rounds_without_progress and stuck_s > self._job.give_up_s:
             self._declare(
                 EXIT_RETRY,
-                f"{self._rounds_without_progress - 1} rounds in a row brought no step beyond {self._known_step}; "
+                f"{self._rounds_without_progress - 1} rounds in a row, in {stuck_s:.0f} s, brought no step beyond "
+                f"{self._known_step} (--give-up-after {self._job.give_up_s:g}); "
                 f"the last reason was: {view.reason}",
             )
             return

@@ -427,7 +427,8 @@ LOOP = """
 
 def run_tiny(folder: Path, environ: dict[str, str], body: str, workers: int = 2) -> tuple[int, str, str]:
     """One node, ``workers`` ranks, plain script. Returns (exit code, standard error, what the script wrote to out)."""
-    process = launch(folder, environ, "--nproc-per-node", str(workers), "--name", "n", script(folder, body))
+    options = ("--nproc-per-node", str(workers), "--name", "n", "--give-up-after", "3")
+    process = launch(folder, environ, *options, script(folder, body))
     _, stderr = process.communicate(timeout=DEADLINE_S)
     out = folder / "out"
     return process.returncode, stderr, out.read_text() if out.exists() else ""
