@@ -81,6 +81,13 @@ def _parser() -> argparse.ArgumentParser:
     node.add_argument("--name", default=socket.gethostname(), help="unique within the run")
     node.add_argument("--max-restarts", type=int, default=1000, metavar="N", help="workers replaced before giving up")
     node.add_argument(
+        "--give-up-after",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="end a run that fails again and again at one step",
+    )
+    node.add_argument(
         "--join-timeout", type=float, default=600.0, metavar="S", help="wait for the first view this long"
     )
     node.add_argument("--spare-wait", type=float, default=600.0, metavar="S", help="wait for a missing node this long")
