@@ -22,6 +22,7 @@ from p2pstate.redundancy import divide
 from p2pstate.slots import Header, Slot
 from p2pstate.state import Collected, Layout, Leaf
 from p2pstate.types import Part, Version
+from p2pstate.versions import next_slot
 from p2pstate.worker.link import Link
 
 __all__ = ["Capturer", "Image", "SlotPair", "read_image"]
@@ -62,11 +63,7 @@ class SlotPair:
 
         Raises Retryable when the node has no memory for it.
         """
-        versions = [self._version(index) for index in (0, 1)]
-        index = 1 if versions[0] is not None and versions[0] == keep else 0
-        if keep is None or keep not in versions:
-            # Nothing to keep: prefer an empty slot, else the older one.
-            index = min((0, 1), key=lambda i: versions[i] or Version(-1, -1))
+        index = next_slot((self._version(0), self._version(1)), keep)
         slot = self._slots[index]
         if slot is None or slot.capacity < num_bytes:
             slot = self._slots[index] = self._map(index, num_bytes + num_bytes // 64 + SLACK_BYTES)

@@ -3,8 +3,7 @@
 In: the numbers of the gate's votes, the live state between two steps. Out: captured versions on their way to the
 buddy, and the newest version that all ranks are known to hold in both places.
 
-Invariants: capture or skip follows from the vote's numbers alone, which are the same on all ranks; the slots of the
-newest protected version are never written; a version is captured only after the one before is protected everywhere.
+Invariants: what is captured, skipped and kept is decided by versions.Course; this file carries it out, and measures.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from p2pstate.replicate import Shipper
 from p2pstate.state import TrainingState
 from p2pstate.stats import ProtectionStats
 from p2pstate.types import Version
+from p2pstate.versions import Course
 from p2pstate.worker.context import WorkerContext
 
 __all__ = ["Protection"]
@@ -34,24 +34,28 @@ class Protection:
     def __init__(self, context: WorkerContext, state: TrainingState, *, every: int, max_overhead: float) -> None:
         self._context = context
         self._state = state
-        self._every = every
         self._max_overhead = max_overhead
         self._capturer = Capturer(context.link, context.rank, context.places)
         self.stats = ProtectionStats()
         self._shipper = self._make_shipper()
-        self._due = False
-        self._captured: Version | None = None  # the newest of this round
-        self.protected: Version | None = None  # what the job can fall back to: its slots are kept
-        self.num_skipped_in_a_row = 0
+        self._course = Course(every)
+
+    @property
+    def protected(self) -> Version | None:
+        """What the job can fall back to: its slots are kept."""
+        return self._course.kept
+
+    @property
+    def num_skipped_in_a_row(self) -> int:
+        return self._course.num_skipped_in_a_row
 
     def begin(self) -> None:
         """A start from scratch: the initial state is the first version."""
-        self._due = True
+        self._course = self._course.begun()
 
     def resumed(self, version: Version) -> None:
         """The round resumed ``version``: ship it again at once, for the partners may be new."""
-        self.protected, self._captured, self._due = version, None, True
-        self.num_skipped_in_a_row = 0
+        self._course = self._course.resumed(version)
 
     def complete(self) -> Version:
         """For the ballot: the newest version of this rank's shard that is complete here and at the buddy."""
@@ -59,26 +63,20 @@ class Protection:
 
     def committed(self, step: int, voted: Ballot) -> None:
         """``step`` is committed; decide, as all ranks do, whether its state becomes a version."""
-        if self._captured is None or Version(voted.protected_epoch, voted.protected_step) >= self._captured:
-            self.protected = self._captured or self.protected
-            self._due = step % self._every == 0
-            self.num_skipped_in_a_row = 0
-        else:
-            self._due = False
-            if step % self._every == 0:
-                self.stats.num_skipped += 1
-                self.num_skipped_in_a_row += 1
+        before = self._course
+        self._course = before.committed(step, Version(voted.protected_epoch, voted.protected_step))
+        self.stats.num_skipped += max(0, self._course.num_skipped_in_a_row - before.num_skipped_in_a_row)
 
     def capture_if_due(self, epoch: int, step: int) -> None:
         """Between two steps: copy the state into the own slots, and start shipping it."""
         inner = REGISTRY.replication
-        if not self._due or STATUS.echoing or inner is None:
+        if not self._course.due or STATUS.echoing or inner is None:
             return
-        self._due = False
+        version, keep = Version(epoch, step), self._course.kept
         began = time.monotonic()
-        images = self._capturer.capture(self._state.collect(), Version(epoch, step), self.protected)
-        self._captured = Version(epoch, step)
-        self._shipper.ship(images, self.protected, inner, began)
+        images = self._capturer.capture(self._state.collect(), version, keep)
+        self._course = self._course.captures(version)
+        self._shipper.ship(images, keep, inner, began)
         self.stats.capture_s.append(time.monotonic() - began)
         self.stats.num_captured += 1
         self.stats.num_own_bytes = sum(image.num_bytes for image in images if image.part.kind == "own")

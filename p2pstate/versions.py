@@ -1,0 +1,67 @@
+"""The version rules: what becomes a version, what is kept meanwhile, and which slot is written next. Pure.
+
+In: what the gate's votes say, the steps that commit, the version a round resumes, what the two slots of a part hold.
+Out: :class:`Course`, one rank's position in these rules (a frozen value; every event makes the next one), and
+:func:`next_slot`. protection.py and capture.py execute what is decided here.
+
+Invariants: the decisions follow from numbers that all ranks share (the smallest completed version of a vote, the
+committed step, the resumed version), never from what one rank has achieved alone, so all ranks capture and skip alike;
+a version is captured only after the one before is protected everywhere; a slot that holds the kept version is never
+written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from p2pstate.types import Version
+
+__all__ = ["Course", "next_slot"]
+
+_NOTHING = Version(-1, -1)  # older than every version
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """``every``: a version is wanted every so many steps, 1 or more. ``kept``: what the job can fall back to.
+    ``captured``: the newest version of this round. ``due``: the state between this step and the next becomes a version.
+    ``num_skipped_in_a_row``: wanted versions that all ranks skipped since one was protected.
+    """
+
+    every: int = 1
+    kept: Version | None = None
+    captured: Version | None = None
+    due: bool = False
+    num_skipped_in_a_row: int = 0
+
+    def begun(self) -> Course:
+        """A start from scratch: the initial state is the first version."""
+        return replace(self, due=True)
+
+    def resumed(self, version: Version) -> Course:
+        """The round resumed ``version``: it is captured and shipped again at once, for the partners may be new."""
+        return Course(self.every, kept=version, due=True)
+
+    def committed(self, step: int, complete: Version) -> Course:
+        """``step`` is committed, and every rank's shard is complete in both places up to ``complete``.
+
+        The next version becomes due when the one before is protected; else all ranks skip this one.
+        """
+        wanted = step % self.every == 0
+        if self.captured is None or complete >= self.captured:
+            return Course(self.every, self.captured or self.kept, self.captured, wanted)
+        return replace(self, due=False, num_skipped_in_a_row=self.num_skipped_in_a_row + wanted)
+
+    def captures(self, version: Version) -> Course:
+        """``version`` was written to the own slots, and is on its way to the buddy."""
+        return replace(self, captured=version, due=False)
+
+
+def next_slot(held: tuple[Version | None, Version | None], keep: Version | None) -> int:
+    """Which of a part's two slots is written next; ``held`` is what they hold by their headers.
+
+    Never the one that holds ``keep``. When neither does: an empty, torn or half-written one, else the older one.
+    """
+    if keep is not None and keep in held:
+        return 1 - held.index(keep)
+    return min((0, 1), key=lambda index: held[index] or _NOTHING)
