@@ -5,7 +5,8 @@ node's vault, and the newest version of which both copies of this rank's own sha
 
 The exchange, between every rank and its buddy and ward at once, over the replication group: a fixed-size header (so
 that sizes are agreed before bytes move), the bytes in chunks straight from and into slots, the digest, and an
-acknowledgement once the receiver has computed the same digest.
+acknowledgement once the receiver has computed the same digest. Last come the digests of what both ranks hold alike and
+therefore do not ship: a difference is silent corruption, and is reported.
 
 Invariants: one thread, the only one that uses the replication group between recoveries; an error here never reaches a
 training group; nothing is allocated per step beyond chunk handles; a slot that holds the version to keep is not
@@ -37,7 +38,8 @@ __all__ = ["CHUNK_BYTES", "Shipper", "receive_chunks", "send_chunks"]
 
 CHUNK_BYTES = 4 << 20
 CHUNKS_IN_FLIGHT = 4
-_HEADER, _DATA, _DIGEST, _ACK = 1, 2, 3, 4  # gloo tags
+_HEADER, _DATA, _DIGEST, _ACK, _ALIKE = 1, 2, 3, 4, 5  # gloo tags
+_ROW_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,15 +134,17 @@ class Shipper:
 
     def _do(self, job: _Job) -> Version | None:
         own = next(image for image in job.images if image.part.kind == "own")
+        shared: dict[Part, bytes] = {}
         for image in job.images:
             if image is not own:
-                self._publish(image.slot, image.header(digest_of(image.slot.body(image.num_bytes))))
+                shared[image.part] = digest_of(image.slot.body(image.num_bytes))
+                self._publish(image.slot, image.header(shared[image.part]))
         if self._buddy is None or self._ward is None:
             self._publish(own.slot, own.header(digest_of(own.slot.body(own.num_bytes))))
             return own.version
-        return own.version if self._exchange(job, own, self._buddy, self._ward) else None
+        return own.version if self._exchange(job, own, shared, self._buddy, self._ward) else None
 
-    def _exchange(self, job: _Job, own: Image, buddy: int, ward: int) -> bool:
+    def _exchange(self, job: _Job, own: Image, shared: dict[Part, bytes], buddy: int, ward: int) -> bool:
         group = job.inner.group
         head = torch.tensor([*own.version, own.data_bytes, own.tail_bytes, own.num_shared_sets], dtype=torch.int64)
         theirs = torch.zeros_like(head)
@@ -162,9 +166,29 @@ class Shipper:
         self._stats.num_shipped_bytes += own.num_bytes
         verdict, answer = torch.tensor([int(good)]), torch.zeros(1, dtype=torch.int64)
         _swap(group, verdict, ward, answer, buddy, _ACK)
+        self._compare(group, own.version, shared, num_shared_sets, buddy, ward)
         if not good:
             raise Retryable(f"the copy of shard {ward} arrived with another digest than it was sent with")
         return bool(answer.item())
+
+    def _compare(
+        self, group: Any, version: Version, shared: dict[Part, bytes], num_theirs: int, buddy: int, ward: int
+    ) -> None:
+        """What this rank and its ward hold alike was captured on both nodes: the digests tell whether it still is."""
+        works = []
+        theirs = torch.zeros(num_theirs * _ROW_BYTES, dtype=torch.uint8)
+        if num_theirs:
+            works.append(group.recv([theirs], ward, _ALIKE))
+        if shared:
+            rows = bytearray().join(_row(part) + digest for part, digest in sorted(shared.items()))
+            works.append(group.send([torch.frombuffer(rows, dtype=torch.uint8)], buddy, _ALIKE))
+        for work in works:
+            work.wait()
+        told = bytes(theirs.numpy())
+        digests = {told[i : i + 16]: told[i + 16 : i + _ROW_BYTES] for i in range(0, len(told), _ROW_BYTES)}
+        for part, digest in shared.items():
+            if digests.get(_row(part), digest) != digest:
+                self._link.send("event", kind="replicas_differ", part=str(part), other=ward, version=list(version))
 
     def _move(self, group: Any, own: Image, buddy: int, ward_image: Image, ward: int) -> tuple[bytes, bytes]:
         """Send the own image and receive the ward's, both hashed chunk by chunk on the way."""
@@ -221,6 +245,11 @@ def receive_chunks(group: Any, num_bytes: int, sender: int, tag: int) -> tuple[t
         work.wait()
         digest.update(_view(done))
     return body, digest.digest()
+
+
+def _row(part: Part) -> bytes:
+    """16 bytes that name a part."""
+    return xxhash.xxh3_128_digest(repr(tuple(part)).encode())
 
 
 def _view(chunk: torch.Tensor) -> memoryview:

@@ -85,6 +85,7 @@ class Agent:
         self._some_finished = False  # a rank of this node has finished its script in this round
         self._loop_reached = False  # some rank of this node has trained since everybody started together
         self._num_restarts = 0
+        self._differing: set[str] = set()  # parts whose replicas were reported to differ
         self._early_deaths = 0
         self._waiting_timer: Timer | None = None
         self._waiting_reason = ""
@@ -316,7 +317,15 @@ class Agent:
 
     def _on_event(self, worker: WorkerProcess, kind: str, **fields: Any) -> None:
         sentence = ""
-        if kind == "recovery":
+        if kind == "replicas_differ":
+            if fields["part"] in self._differing:
+                return
+            self._differing.add(fields["part"])
+            sentence = (
+                f"SILENT CORRUPTION? rank {worker.rank} and rank {fields['other']} do not hold the same bytes "
+                f"any more in {fields['part']}, first seen at step {fields['version'][1]}"
+            )
+        elif kind == "recovery":
             sentence = (
                 f"rank {worker.rank} resumed step {fields['version'][1]} from {fields['source']}"
                 f" ({fields['steps_lost']} steps lost)"

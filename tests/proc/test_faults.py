@@ -594,3 +594,36 @@ def test_spare_node_survives_more_recoveries_than_are_allowed_without_progress(s
     kills = [arg for index in range(7) for arg in ("--kill", f"{4 + 2 * index}:{index % 4}:backward")]
     run = start(*kills, spares=1, steps=20)
     assert set(run.end().values()) == {0}
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_bit_flip_in_one_replica_is_reported_and_no_flip_is_not(
+    flip: bool, tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    """DDP ships no parameter; that the other node's copy is the same is compared at every version."""
+    body = (
+        TINY
+        + """
+    p2pstate.init_process_group()
+    """
+        + LOOP
+        + f"""
+    for step, loss in state.run(train_step, steps=8):
+        if {flip} and step == 4 and rank == 1:
+            with torch.no_grad():
+                next(model.parameters()).view(torch.int32)[0, 0] ^= 1
+    """
+    )
+    ports = free_ports(2)
+    nodes = [
+        launch(
+            tmp_path,
+            fork_server,
+            *("--nnodes", "2", "--contacts", ",".join(f"127.0.0.1:{each}" for each in ports)),
+            *("--bind", f"127.0.0.1:{port}", "--name", f"node{index}", script(tmp_path, body)),
+        )
+        for index, port in enumerate(ports)
+    ]
+    stderr = "".join(node.communicate(timeout=DEADLINE_S)[1] for node in nodes)
+    assert [node.returncode for node in nodes] == [0, 0], stderr
+    assert ("SILENT CORRUPTION? rank" in stderr) == flip, stderr
