@@ -96,7 +96,8 @@ def registry_of(rank: int, num_ranks: int, folder: str, status: Status) -> Regis
     registry = Registry(status)
     registry.make_store = make_store
     registry.host, registry.rank, registry.world_size = "127.0.0.1", rank, num_ranks
-    status.on_first_error = lambda error: registry.cut(status.epoch, replication=False)
+    status.loud = False  # as inside a training loop
+    status.on_first_error = lambda error, epoch: registry.cut(epoch, replication=False)
     return registry
 
 

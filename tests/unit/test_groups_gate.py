@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 from p2pstate.errors import Retryable
 from p2pstate.groups.gate import Ballot, vote
 from p2pstate.groups.registry import Registry
-from p2pstate.groups.status import Status
+from p2pstate.groups.status import PeerLost, Status
 
 NUM_RANKS = 3
 TIMEOUT = timedelta(seconds=60)
@@ -117,10 +117,14 @@ def test_registry_group_that_cannot_be_connected_is_an_error_and_echoes() -> Non
         raise RuntimeError(f"there is no store of round {epoch}")
 
     registry.make_store = no_store
+    status.loud = False  # as inside a training loop
     group = registry.create([0, 1], 0, TIMEOUT)
     assert "no store of round 1" in str(status.error)
     tensors = [torch.ones(1)]
     assert group.allreduce(tensors).result() is tensors
+    status.loud = True
+    with pytest.raises(PeerLost):
+        registry.create([0, 1], 0, TIMEOUT)
 
 
 def connect_overlapping(_line: Any, rank: int, num_ranks: int, folder: str) -> dict[str, float]:

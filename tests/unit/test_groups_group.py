@@ -27,7 +27,7 @@ from p2pstate.groups import status as status_module
 from p2pstate.groups.group import P2PGroup
 from p2pstate.groups.install import install, installed
 from p2pstate.groups.registry import Registry
-from p2pstate.groups.status import Status
+from p2pstate.groups.status import PeerLost, Status
 from p2pstate.groups.works import EchoWork, GuardedWork
 
 TIMEOUT = timedelta(seconds=30)
@@ -119,6 +119,7 @@ class FakeInner:
 
 def connected(operation: Callable[..., Any], *, num_members: int = 2) -> tuple[P2PGroup, Status, FakeInner]:
     status = Status()
+    status.loud = False  # as inside a training loop
     status.connect(1)
     group = P2PGroup("key", tuple(range(num_members)), 0, TIMEOUT, status)
     inner = FakeInner(operation)
@@ -151,13 +152,13 @@ def test_group_collective_that_ends_well_is_the_inner_one() -> None:
 def test_group_collective_that_fails_is_recorded_and_echoes_from_then_on(when: str) -> None:
     error = RuntimeError("connection closed by peer")
     group, status, inner = connected(raising(error) if when == "at the call" else returning(FakeWork(error)))
-    told: list[BaseException] = []
-    status.on_first_error = told.append
+    told: list[tuple[BaseException, int]] = []
+    status.on_first_error = lambda error, epoch: told.append((error, epoch))
     out = torch.full((4,), float("nan"))
     assert group._allgather_base(out, torch.tensor([1.0, 2.0])).wait()
     assert out.tolist() == [1, 2, 1, 2]
     assert status.error is error
-    assert told == [error]
+    assert told == [(error, 1)]
     group.allreduce([torch.ones(1)]).wait()
     assert inner.calls == ["_allgather_base"], "a collective after the first error went to the network"
 
@@ -172,6 +173,20 @@ def test_group_error_of_one_group_makes_every_other_group_echo() -> None:
     other.recv([received], 1, 0).wait()
     assert received.tolist() == [0, 0]
     assert healthy.calls == []
+
+
+@pytest.mark.parametrize("when", ["at the call", "at the wait"])
+def test_group_collective_that_fails_outside_a_training_loop_raises(when: str) -> None:
+    error = RuntimeError("connection closed by peer")
+    group, status, _ = connected(raising(error) if when == "at the call" else returning(FakeWork(error)))
+    status.loud = True
+    with pytest.raises(PeerLost, match="connection closed by peer"):
+        group.allreduce([torch.ones(1)]).wait()
+    assert status.error is error
+    with pytest.raises(PeerLost):
+        group.barrier()
+    with pytest.raises(PeerLost):
+        group.monitored_barrier()
 
 
 def test_group_second_error_does_not_replace_the_first() -> None:
@@ -287,7 +302,8 @@ def test_work_future_asked_for_after_an_error_is_settled_at_once() -> None:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_work_future_that_is_done_is_not_settled_again(when: str) -> None:
+def test_work_future_that_is_done_is_not_settled_again(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_module, "ABANDON_AFTER_S", 0.0)
     inner_work = FakeWork()
     group, status, _ = connected(returning(inner_work))
     out = torch.full((2,), 5.0)
@@ -298,7 +314,10 @@ def test_work_future_that_is_done_is_not_settled_again(when: str) -> None:
         inner_work.future.set_result([out])
     assert future.done()
     assert not status._unsettled, "a finished operation is kept for ever"
-    status._settle_all()
+    status.fail(RuntimeError("elsewhere"))
+    for thread in threading.enumerate():
+        if thread.name == "p2pstate-settle":
+            thread.join(30.0)
     assert out.tolist() == [5, 5], "a later error overwrote the outputs of a finished operation"
 
 
@@ -312,6 +331,7 @@ def data_parallel_backward() -> tuple[bool, str]:
     """A reduction never ends; an error is recorded from another thread while backward waits for its future."""
     registry, status = install_solo()
     model = DistributedDataParallel(nn.Linear(4, 4))
+    status.loud = False
     status.connect(1)
     called = threading.Event()
 
@@ -511,6 +531,7 @@ def swap(_line: Any, rank: int, num_ranks: int, folder: str) -> dict[str, Any]:
     from groups_in_processes import registry_of
 
     status = Status()
+    status.loud = False
     status.connect(1)
     registry = registry_of(rank, num_ranks, folder, status)
     install(registry, HashStore)

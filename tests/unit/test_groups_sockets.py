@@ -297,7 +297,7 @@ def test_gloo_group_of_a_dead_process_is_not_kept_open_by_its_forked_child(tmp_p
 def build_after_cut(folder: str) -> str:
     status = Status()
     status.connect(1)
-    registry = registry_of(0, 2, folder, status)
+    registry = registry_of(0, 1, folder, status)
     registry.cut(1)
     try:
         registry.build(1, own_only=True)
