@@ -25,6 +25,7 @@ from p2pstate.worker.context import WorkerContext
 __all__ = ["Protection"]
 
 MIN_SHIPPING_WAIT_S = 0.02
+FIRST_VERSION_WAIT_S = 30.0
 DRAIN_S = 0.5  # how long copies that are under way may still arrive after a fault
 
 
@@ -88,7 +89,9 @@ class Protection:
             self.stats.num_in_time += 1
             return
         began = time.monotonic()
-        self._shipper.wait(max(MIN_SHIPPING_WAIT_S, self._max_overhead * step_s))
+        budget_s = max(MIN_SHIPPING_WAIT_S, self._max_overhead * step_s)
+        # Before the first version has arrived there is nothing to fall back to: training begins protected.
+        self._shipper.wait(budget_s if self.protected is not None else FIRST_VERSION_WAIT_S)
         self.stats.wait_s.append(time.monotonic() - began)
 
     def drain(self, timeout_s: float) -> None:

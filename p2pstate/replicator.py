@@ -90,11 +90,13 @@ class Replicator:
                 self._loop.watch_scaler(component)
 
     def run(self, train_step: Callable[..., Any], *, steps: int | None = None) -> Iterator[tuple[int, Any]]:
-        """Call ``train_step(batch)`` again and again; yield ``(step, what it returned)`` once per committed step.
+        """Call ``train_step(batch)`` again and again; yield ``(step, what it returned)`` for each committed step.
 
         ``train_step`` does forward, backward and ``optimizer.step()``; it is called again with the same batch after a
-        fault. Steps count from 1. Ends once ``steps`` steps are committed in all, or when the data of any rank ends, at
-        the same step on all ranks. The loop's body must not use collectives.
+        fault. A committed step that a fault took back is done and yielded again (see :attr:`replaying`), so that what
+        the loop's body does to the state is done again as well. Steps count from 1. Ends once ``steps`` steps are
+        committed in all, or when the data of any rank ends, at the same step on all ranks. The loop's body must not
+        use collectives.
         """
         return self._loop.run(train_step, steps)
 
@@ -106,7 +108,7 @@ class Replicator:
         """The block around forward, backward and ``optimizer.step()``, once per batch of :meth:`batches`.
 
         ``step.number`` counts from 1; ``step.committed`` tells code after the block whether to act on the step: it is
-        False for a discarded step, for a rehearsal, and for a step that is done again after a fault.
+        False for a discarded step and for a rehearsal. ``step.again``: this process had committed it before.
         """
         frame = sys._getframe(1)
         return StepBlock(self._loop, f"{frame.f_code.co_filename}:{frame.f_lineno}")
@@ -115,6 +117,12 @@ class Replicator:
     def rehearsing(self) -> bool:
         """True while this process runs steps alone, before it joins a running job: do nothing that others can see."""
         return self._loop.rehearsing
+
+    @property
+    def replaying(self) -> bool:
+        """True in the body of a loop over :meth:`run` for a step that this process had committed before a fault took it
+        back: its effects on the state have to come again, its effects on the outside (logs) may be left out."""
+        return self._loop.replaying
 
     @property
     def committed_step(self) -> int:

@@ -1,7 +1,8 @@
 """The training loop of one worker: blocks, the gate, and recovery between them.
 
 In: the user's blocks (``with state.step():`` or ``train_step(batch)``), the data, the process's error flag. Out: each
-committed step once, and, after a fault, the same loop going on from the newest whole version.
+committed step, and, after a fault, the same loop going on from the newest whole version. A committed step that was lost
+is done again, and so is the code after it, whose effects on the state were lost with it.
 
 A block ends in one of three ways. *Committed*: every rank voted yes before the first optimizer changed anything, and no
 error was seen up to the block's end. *Discarded*: this rank saw an error or does not know the vote's outcome; it joins
@@ -41,7 +42,8 @@ from p2pstate.worker.link import RoundAborted
 
 __all__ = ["Loop", "LoopPosition", "StepBlock"]
 
-NUM_REHEARSALS = 2
+NUM_REHEARSALS = 2  # whole steps: DDP lays its buckets out anew after the first one that is reduced
+MAX_REHEARSAL_TURNS = 1000  # for a loop whose rehearsals never come to an optimizer.step()
 END_OF_LOOP = 1 << 40  # votes at the end of the loop cannot meet votes of a step
 MIN_DATA_END_WAIT_S = 5.0  # how long a rank without data waits for the others to run out as well
 
@@ -54,6 +56,7 @@ class StepBlock:
         self.where = where
         self.number = loop.step + 1
         self.committed = False
+        self.again = False  # committed before in this process, and done again after a fault
         self.boundary = False  # a loss scaler was asked to step
         self.voted: Ballot | None = None
 
@@ -109,10 +112,12 @@ class Loop:
         self._epoch = 0  # newest round it joined or tried to join
         self._must_join = not context.fresh or context.restore
         self._num_rehearsals_left = NUM_REHEARSALS if self._must_join else 0
+        self._num_rehearsal_turns_left = MAX_REHEARSAL_TURNS
         self._num_warm_steps = 0
         self._ended_at: int | None = None  # this rank's data ended after this step
         self._end_step: int | None = None  # all ranks end at this step, because somebody's data does
         self._newest_yielded = 0
+        self.replaying = False  # what run() has yielded is a step that this process had committed before
         self._beyond: int | None = None  # report the first commit past this step
         # The block
         self._block: StepBlock | None = None
@@ -137,9 +142,9 @@ class Loop:
             value: Any = None
             with block:
                 value = train_step(*batch)
-            if self.step == block.number:
-                self._report(block.number, value)
             if block.committed:
+                self._report(block.number, value)
+                self.replaying = block.again
                 yield block.number, value
 
     def batches(self, steps: int | None) -> Iterator[Any]:
@@ -155,8 +160,8 @@ class Loop:
             while not done:
                 if STATUS.error is not None or self._discard_pending:
                     self._recover()
-                elif self._must_join and self._num_rehearsals_left > 0:
-                    self._num_rehearsals_left -= 1
+                elif self._must_join and self._num_rehearsals_left > 0 and self._num_rehearsal_turns_left > 0:
+                    self._num_rehearsal_turns_left -= 1
                 elif self._must_join:
                     self._recover()
                 if self._is_over(steps):
@@ -235,7 +240,9 @@ class Loop:
                 return True
             return False
         if self._must_join:
-            self._num_warm_steps += 1
+            if block.boundary:  # a micro-batch of its own is no step
+                self._num_warm_steps += 1
+                self._num_rehearsals_left -= 1
         elif (block.voted is None and not self._vote(block, boundary=block.boundary)) or STATUS.error is not None:
             self._discard_pending = True
         elif block.voted is not None and block.voted.boundary:
@@ -243,7 +250,8 @@ class Loop:
         return False
 
     def _commit(self, block: StepBlock, voted: Ballot) -> None:
-        block.committed = block.number > self._newest_yielded  # done again after a fault: the loop has acted on it
+        block.committed = True
+        block.again = block.number <= self._newest_yielded
         self.step = block.number
         self._num_warm_steps += 1
         seconds = time.monotonic() - self._block_began
@@ -288,7 +296,10 @@ class Loop:
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """Pre-hook of every optimizer: nothing outside a block, once inside, after the closure where there is one."""
         block = self._block
-        if block is None or block.voted is not None or self._must_join:
+        if block is None or block.voted is not None:
+            return None
+        if self._must_join:
+            block.boundary = True
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:

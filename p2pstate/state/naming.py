@@ -121,6 +121,12 @@ class ModelNames:
             if place.has_extra_state:
                 yield place.prefix + "_extra_state", place.module
 
+    def data_parallel_modules(self) -> Iterator[tuple[str, DistributedDataParallel]]:
+        """(name, module) of every DistributedDataParallel."""
+        for place in self._current_places():
+            if isinstance(place.module, DistributedDataParallel):
+                yield place.prefix, place.module
+
     def reshard(self) -> None:
         """Drops gathered FSDP2 parameters, so that the next forward gathers the restored shards."""
         for place in self._current_places():

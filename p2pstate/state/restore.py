@@ -73,6 +73,8 @@ def restore(live: Live, tensors: Mapping[str, torch.Tensor], saved: Any) -> None
         mapping.update(content)
     for name, module in (item for model in live.models for item in model.extra_state_modules()):
         module.set_extra_state(rebuilder.tree(saved["extra_state"][name], None, name, None))
+    for name, wrapper in (item for model in live.models for item in model.data_parallel_modules()):
+        wrapper.require_forward_param_sync = saved["forward_sync"][name]
     for name, thing in live.objects.items():
         restore_object(rebuilder, name, thing, saved["objects"][name])
     if live.extra is not None:
@@ -86,6 +88,8 @@ def _check_sections(live: Live, saved: Any) -> None:
     _check_structure(saved)
     names = (name for model in live.models for name, _ in model.extra_state_modules())
     _same("module with extra state", names, saved["extra_state"])
+    names = (name for model in live.models for name, _ in model.data_parallel_modules())
+    _same("DistributedDataParallel", names, saved["forward_sync"])
     _same("optimizer", (optimizer.prefix for optimizer in live.optimizers), saved["optimizers"])
     _same("object", live.objects, saved["objects"])
     for what, here, there in (("extra", live.extra, saved["extra"]), ("rng", live.rng or None, saved["rng"])):
@@ -100,6 +104,7 @@ def _check_structure(saved: Any) -> None:
     """LeafError unless the decoded values have the form that ``TrainingState.collect`` gives them."""
     sections: dict[str, Any] = {
         "extra_state": dict,
+        "forward_sync": dict,
         "optimizers": dict,
         "objects": dict,
         "extra": (list, NoneType),

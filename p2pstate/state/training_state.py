@@ -94,6 +94,11 @@ class TrainingState:
             for model in self._live.models
             for name, module in model.extra_state_modules()
         }
+        forward_sync = {
+            name: module.require_forward_param_sync  # whether its next forward broadcasts buffers
+            for model in self._live.models
+            for name, module in model.data_parallel_modules()
+        }
         optimizers = {o.prefix: o.collect(collector, named) for o in self._live.optimizers}
         objects = {name: collect_object(collector, name, thing) for name, thing in sorted(self._live.objects.items())}
         extra = None if self._live.extra is None else collect_extra(collector, self._live.extra)
@@ -102,6 +107,7 @@ class TrainingState:
             {
                 "format": FORMAT,
                 "extra_state": extra_state,
+                "forward_sync": forward_sync,
                 "optimizers": optimizers,
                 "objects": objects,
                 "extra": extra,
