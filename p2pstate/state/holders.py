@@ -54,7 +54,10 @@ def replicas(model: DistributedDataParallel, world: World) -> Holders:
         return world.own
     if not all(_keeps_in_step(hook) for hook, _ in model._comm_hooks):
         return world.own
-    ranks = tuple(sorted(dist.get_process_group_ranks(model.process_group)))
+    try:
+        ranks = tuple(sorted(dist.get_process_group_ranks(model.process_group)))
+    except KeyError:  # its group is one of an earlier job in this process
+        return world.own
     return ranks if world.rank in ranks else world.own
 
 
@@ -65,12 +68,14 @@ def holders_of_parameter(parameter: torch.Tensor, replicated: Holders, world: Wo
     """
     if not isinstance(parameter, DTensor):
         return replicated if _is_whole(parameter) else world.own
-    mesh = parameter.device_mesh
-    if world.size == 1 or mesh.get_coordinate() is None:
+    if world.size == 1:
         return world.own
-    ranks = mesh.mesh
+    try:
+        ranks = parameter.device_mesh.mesh
+    except RuntimeError:  # part of a mesh that this rank is not in
+        return world.own
     at = (ranks == world.rank).nonzero().tolist()
-    if not at:  # the mesh is one of an earlier process group
+    if not at:
         return world.own
     where = tuple(slice(None) if p.is_replicate() else at[0][dim] for dim, p in enumerate(parameter.placements))
     return tuple(sorted(ranks[where].flatten().tolist()))

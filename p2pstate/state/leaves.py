@@ -11,11 +11,9 @@ whose inner tensors cannot be named; DTensors with a Partial placement too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import Buffer, Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -23,18 +21,11 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from p2pstate.state.codec import TensorRef
 from p2pstate.state.errors import LeafError
 
-__all__ = ["Holders", "Leaf", "Scope", "describe", "is_plain", "plain_parts", "write_into"]
+__all__ = ["Holders", "Leaf", "describe", "is_plain", "plain_parts", "write_into"]
 
 Holders = tuple[int, ...]  # sorted global ranks that hold the same bytes, the own one among them
 
 _PLAIN = (torch.Tensor, Parameter, Buffer)
-
-
-class Scope(Enum):
-    """Who else holds a leaf."""
-
-    RANK = "rank"  # only this rank has it
-    REPLICATED = "replicated"  # every rank has the same bytes, and there are several
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +35,6 @@ class Leaf:
     name: str
     tensor: torch.Tensor
     holders: Holders
-
-    @property
-    def scope(self) -> Scope:
-        if len(self.holders) > 1 and dist.is_initialized() and len(self.holders) == dist.get_world_size():
-            return Scope.REPLICATED
-        return Scope.RANK
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from p2pstate.state import Leaf, LeafError, Scope, TrainingState
+from p2pstate.state import LeafError, TrainingState
 
 Holders = dict[str, tuple[int, ...]]
 
@@ -123,7 +123,7 @@ def test_holders_outside_of_an_inner_data_parallel_are_this_rank_only(fake: int)
 
 
 def test_holders_under_data_parallel_of_some_ranks_are_those(fake: int) -> None:
-    pairs = [dist.new_group([0, 1]), dist.new_group([3, 2])]
+    pairs = [dist.new_group(pair, sort_ranks=False) for pair in ([0, 1], [3, 2])]
     model = DistributedDataParallel(nn.Linear(2, 2), process_group=pairs[fake // 2])
     pair = (0, 1) if fake == 0 else (2, 3)
     assert shared(holders(model), pair) == {"model/weight", "model/bias"}
@@ -155,19 +155,6 @@ def test_holders_of_fsdp2_shards_are_this_rank_only(fake: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     step(optimizer)
     assert set(holders(model, optimizers=[optimizer]).values()) == {(fake,)}
-
-
-def test_scope_of_a_leaf_is_replicated_only_if_all_of_several_ranks_hold_it() -> None:
-    one = torch.zeros(1)
-    assert Leaf("a", one, (0,)).scope is Scope.RANK
-    assert Leaf("a", one, (0, 1)).scope is Scope.RANK  # no process group: nobody to be equal to
-    with rank_of(0, 1):
-        assert Leaf("a", one, (0,)).scope is Scope.RANK
-    with rank_of(1, 2):
-        assert Leaf("a", one, (1,)).scope is Scope.RANK
-        assert Leaf("a", one, (0, 1)).scope is Scope.REPLICATED
-    with rank_of(0, 3):
-        assert Leaf("a", one, (0, 1)).scope is Scope.RANK
 
 
 # -- several dimensions: every one of eight ranks, one after the other
@@ -554,6 +541,43 @@ def test_holders_of_quantised_frozen_weights_under_data_parallel_are_all(fake: i
     assert shared(found, (0, 1, 2, 3)) == {"model/0.weight/codes", "model/0.weight/scale", "model/0.bias"}
 
 
+class LookAlike(Codes):
+    """Holds a local tensor, as a DTensor does; nobody knows of what."""
+
+    @staticmethod
+    def __new__(cls, local: torch.Tensor) -> LookAlike:
+        return torch.Tensor._make_wrapper_subclass(cls, local.shape, dtype=local.dtype)
+
+    def __init__(self, local: torch.Tensor) -> None:
+        self._local_tensor = local
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["_local_tensor"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return LookAlike(args[0]._local_tensor) if func is torch.ops.aten.detach.default else NotImplemented
+
+
+def test_holders_of_a_subclass_that_may_be_a_shard_are_this_rank_only(fake: int) -> None:
+    inner = nn.Linear(3, 2)
+    model = DistributedDataParallel(inner)
+    state = TrainingState([model], [], {}, rng=False)
+    assert {leaf.holders for leaf in state.collect().leaves} == {(0, 1, 2, 3)}
+    inner.weight = nn.Parameter(LookAlike(torch.zeros(1, 3)), requires_grad=False)
+    assert {leaf.name: leaf.holders for leaf in state.collect().leaves} == {
+        "model/weight": (fake,),
+        "model/bias": (0, 1, 2, 3),
+    }
+
+
+def test_holders_of_a_parameter_on_a_mesh_of_others_are_this_rank_only(fake: int) -> None:
+    mesh = DeviceMesh("cpu", [1, 2])
+    model = nn.Linear(2, 2, bias=False)
+    model.weight = nn.Parameter(DTensor.from_local(torch.zeros(2, 2), mesh, [Replicate()], run_check=False))
+    assert set(holders(model).values()) == {(fake,)}
+
+
 # -- changes
 
 
@@ -590,12 +614,33 @@ def test_holders_follow_the_rank_of_the_process() -> None:
     assert {leaf.holders for leaf in state.collect().leaves} == {(0,)}
 
 
-def test_holders_under_data_parallel_whose_group_is_gone_are_this_process() -> None:
+def test_holders_of_a_distributed_parameter_follow_the_rank_of_the_process() -> None:
+    model = nn.Linear(4, 8, bias=False)
+    with rank_of(0, 4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+        model.weight = nn.Parameter(distribute_tensor(torch.ones(8, 4), mesh, [Replicate()], src_data_rank=None))
+        optimizer = Odd(model.parameters(), lambda parameter: {"row": torch.zeros(8), "step": torch.zeros(())})
+        state = TrainingState([model], [optimizer], {}, rng=False)
+
+    def found() -> list[tuple[int, ...]]:
+        return [leaf.holders for leaf in state.collect().leaves]  # the parameter, row, step
+
+    for rank, pair in ((0, (0, 1)), (1, (0, 1)), (3, (2, 3))):
+        with rank_of(rank, 4):
+            assert found() == [pair, (rank,), pair]
+    with rank_of(6, 8):  # not in the mesh
+        assert found() == [(6,)] * 3
+    assert found() == [(0,)] * 3
+
+
+def test_holders_under_data_parallel_whose_group_is_gone_are_this_rank_only() -> None:
     with rank_of(2, 4):
         model = DistributedDataParallel(net())
         state = TrainingState([model], [], {}, rng=False)
         assert (0, 1, 2, 3) in {leaf.holders for leaf in state.collect().leaves}
     assert {leaf.holders for leaf in state.collect().leaves} == {(0,)}
+    with rank_of(1, 4):
+        assert {leaf.holders for leaf in state.collect().leaves} == {(1,)}
 
 
 @pytest.mark.parametrize(
@@ -608,7 +653,9 @@ def test_holders_under_data_parallel_whose_group_is_gone_are_this_process() -> N
 )
 def test_holders_under_data_parallel_with_a_communication_hook(fake: int, hook: Any, in_step: bool) -> None:
     model = DistributedDataParallel(nn.Linear(2, 2))
-    state = TrainingState([model], [], {}, rng=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(optimizer)
+    state = TrainingState([model], [optimizer], {}, rng=False)
     assert {leaf.holders for leaf in state.collect().leaves} == {(0, 1, 2, 3)}
     model.register_comm_hook(None, hook)
     assert {leaf.holders for leaf in state.collect().leaves} == {(0, 1, 2, 3) if in_step else (fake,)}
