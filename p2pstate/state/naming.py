@@ -99,8 +99,9 @@ class ModelNames:
     def tensors(self) -> Iterator[Named]:
         """Every parameter and buffer once, in the order of the module tree."""
         seen: set[int] = set()
-        for place in self._current_places():
-            own = place.world.own
+        places = self._current_places()
+        own = self._world.own
+        for place in places:
             sharded = _sharded_parameters(place.fsdp_groups) if place.fsdp_groups else {}
             for key, parameter in place.module._parameters.items():
                 if parameter is None:
