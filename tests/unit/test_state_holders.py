@@ -17,7 +17,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, post_localSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import DataParallelMeshDims, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -223,6 +223,18 @@ def hsdp_tp() -> nn.Module:
     return fully_shard(tensor_parallel(mesh["tp"]), mesh=mesh["copies", "shards"])
 
 
+def hsdp_within_one_mesh() -> nn.Module:
+    """Every parameter spans the whole mesh before it is sharded."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "shards", "tp"))
+    model = Block()
+    for layer in (model.up, model.down, model.odd, model.sequence_norm, model.plain_norm, model.batch_norm):
+        for key, parameter in list(layer.named_parameters()):
+            placements = [Replicate(), Replicate(), Shard(0) if layer is model.up else Replicate()]
+            whole = distribute_tensor(parameter.detach(), mesh, placements, src_data_rank=None)
+            setattr(layer, key, nn.Parameter(whole))
+    return fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="copies", shard="shards"))
+
+
 def odd_order() -> nn.Module:
     """A mesh whose ranks are not in order, and a parameter split along its first dimension only."""
     mesh = DeviceMesh("cpu", [[7, 1, 4, 2], [0, 3, 6, 5]])
@@ -273,10 +285,11 @@ CASES: dict[Callable[[], nn.Module], dict[str, tuple[int, ...]]] = {
         "sequence_norm.weight": (2, 3, 6, 7),
         "plain_norm.weight": (2, 6),
     },
+    hsdp_within_one_mesh: {"up.weight": (2, 6), "down.weight": (2, 3, 6, 7), "plain_norm.bias": (2, 3, 6, 7)},
     odd_order: {"up.weight": (0, 3, 5, 6), "down.weight": (4, 6), "odd.weight": (6,)},
 }
 # kinds in which every equal copy is known: what is not, is equal by the way the job is written and nothing says so
-COMPLETE = (hsdp, hsdp_of_modules, fsdp2, replicated_by_fsdp)
+COMPLETE = (hsdp, hsdp_of_modules, fsdp2, replicated_by_fsdp, hsdp_within_one_mesh)
 
 
 @dataclass(frozen=True)
