@@ -225,7 +225,9 @@ def hsdp_tp() -> nn.Module:
 
 def hsdp_within_one_mesh() -> nn.Module:
     """Every parameter spans the whole mesh before it is sharded."""
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("copies", "shards", "tp"))
+    # torch remembers equal meshes across the simulated ranks, and fully_shard asks for this very one: so a new name each.
+    names = ("copies", "shards", f"tp of {dist.get_rank()}")
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
     model = Block()
     for layer in (model.up, model.down, model.odd, model.sequence_norm, model.plain_norm, model.batch_norm):
         for key, parameter in list(layer.named_parameters()):
