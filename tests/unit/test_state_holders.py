@@ -225,7 +225,7 @@ def hsdp_tp() -> nn.Module:
 
 def hsdp_within_one_mesh() -> nn.Module:
     """Every parameter spans the whole mesh before it is sharded."""
-    # torch remembers equal meshes across the simulated ranks, and fully_shard asks for this very one: so a new name each.
+    # torch remembers equal meshes across simulated ranks, and fully_shard asks for this very one: so a new name each.
     names = ("copies", "shards", f"tp of {dist.get_rank()}")
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
     model = Block()
