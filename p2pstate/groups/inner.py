@@ -61,9 +61,10 @@ class Inner:
     def release(self) -> threading.Event:
         """Cut, and destroy in the background; the event is set once gloo's threads of this group have ended."""
         self.cut()
-        gone = bury([self.group, self._backends])
+        things = [self.group, self._backends]
+        # Ours must go first: whoever drops the last reference waits for gloo's threads.
         self.group, self._backends = None, []
-        return gone
+        return bury(things)
 
 
 def build_inner(
@@ -80,20 +81,25 @@ def build_inner(
     ``on_built`` receives the connections before they exist, so that an abort can cut them while they are being made.
     Raises what gloo raises: RuntimeError, or the store's DistStoreError at the end of the round.
     """
-    group = ProcessGroup(store, rank, size)
+    group: Any = ProcessGroup(store, rank, size)
     connections = Connections()
     on_built(connections)
-    backends = []
-    with connections:
-        for device, (kind, make) in BACKENDS.items():
-            backend = make(store, rank, size, host)
-            backends.append(backend)
-            group._register_backend(torch.device(device), kind, backend)
-            group._set_default_backend(kind)
-    probe = torch.ones(1)
-    group.allreduce([probe]).wait(timedelta(seconds=CONNECT_TIMEOUT_S))
-    if int(probe.item()) != size:
-        raise RuntimeError(f"a new group of {size} ranks counted {int(probe.item())}")
+    backends: list[Any] = []
+    try:
+        with connections:
+            for device, (kind, make) in BACKENDS.items():
+                backends.append(make(store, rank, size, host))
+                group._register_backend(torch.device(device), kind, backends[-1])
+                group._set_default_backend(kind)
+        probe = torch.ones(1)
+        group.allreduce([probe]).wait(timedelta(seconds=CONNECT_TIMEOUT_S))
+        if int(probe.item()) != size:
+            raise RuntimeError(f"a new group of {size} ranks counted {int(probe.item())}")
+    except BaseException:
+        # The traceback keeps this frame: leave nothing in it whose destructor could wait.
+        things, group, backends = [group, backends], None, []
+        bury(things)
+        raise
     group.set_timeout(timeout)
     return Inner(epoch, group, backends, connections)
 

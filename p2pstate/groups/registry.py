@@ -75,9 +75,16 @@ class Registry:
         store or gloo raises when the round ends or a member does not come.
         """
         world = tuple(range(self.world_size))
-        built = {key: self._build(key, world, epoch, OWN_TIMEOUT) for key in (GATE, REPLICATION)}
-        for group in [] if own_only else sorted(self._groups, key=lambda group: group.key):
-            built[group.key] = self._build(group.key, group.members, epoch, group.timeout)
+        built: dict[str, Inner] = {}
+        try:
+            for key in (GATE, REPLICATION):
+                built[key] = self._build(key, world, epoch, OWN_TIMEOUT)
+            for group in [] if own_only else sorted(self._groups, key=lambda group: group.key):
+                built[group.key] = self._build(group.key, group.members, epoch, group.timeout)
+        except BaseException:
+            for inner in built.values():
+                inner.release()
+            raise
         return built
 
     def attach(self, built: dict[str, Inner]) -> None:
