@@ -160,6 +160,21 @@ def test_channel_descriptors_of_a_message_that_waits_may_be_closed_by_the_sender
     os.close(fd)
 
 
+def test_channel_descriptors_of_a_message_that_is_sent_in_pieces_arrive_once(
+    both_non_blocking: tuple[Channel, Channel], files: list[int]
+) -> None:
+    agent, peer = both_non_blocking
+    agent.send({"t": "large", "bytes": bytes(8 << 20)}, (files[0],))
+    assert not agent.flush(), "it went out at once: nothing is tested"
+    agent.send({"t": "next"}, (files[1],))
+    received = drain(agent, peer)
+    assert [message["t"] for message, _ in received] == ["large", "next"]
+    assert [len(fds) for _, fds in received] == [1, 1]
+    for (_, (fd,)), file in zip(received, files, strict=False):
+        assert same_file(fd, file)
+        os.close(fd)
+
+
 def test_channel_closed_closes_the_descriptors_it_still_holds(files: list[int]) -> None:
     before = set(os.listdir("/proc/self/fd"))
     agent, theirs = Channel.pair()

@@ -321,6 +321,18 @@ def test_work_future_that_is_done_is_not_settled_again(when: str, monkeypatch: p
     assert out.tolist() == [5, 5], "a later error overwrote the outputs of a finished operation"
 
 
+def test_work_future_of_an_older_round_that_fails_late_leaves_its_outputs_alone() -> None:
+    inner_work = FakeWork()
+    group, status, _ = connected(returning(inner_work))
+    out = torch.full((2,), 5.0)
+    future = group._allgather_base(out, torch.ones(1)).get_future()
+    status.connect(2)
+    inner_work.future.set_exception(RuntimeError("cut"))
+    assert future.value() is out
+    assert out.tolist() == [5, 5], "memory that the next round uses was overwritten"
+    assert status.error is None
+
+
 def wait_for(future: Future[Any]) -> bool:
     done = threading.Event()
     future.add_done_callback(lambda _: done.set())

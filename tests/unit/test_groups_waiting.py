@@ -85,6 +85,9 @@ def test_call_of_a_function_that_ends_soon_after_the_round_has_its_result(monkey
     assert call(lambda: over.wait(60.0), is_over, "finishing")
 
 
+FAR_TOO_MANY = 500_000
+
+
 class FakeWork:
     """A gloo handle: ``num_slices`` waits run into their timeout, then it is completed, with ``error`` or without."""
 
@@ -94,6 +97,7 @@ class FakeWork:
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         self.waits.append(timeout)
+        assert len(self.waits) < FAR_TOO_MANY, "it waits for ever"
         if len(self.waits) <= self.num_slices:
             assert timeout is not None, "a wait without end for an operation that has not ended"
             raise RuntimeError("Timed out waiting for recv operation to complete")
