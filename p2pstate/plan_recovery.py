@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from p2pstate.types import Part, RoundInfo, SlotRecord, Start, Version
+from p2pstate.versions import version_to_keep
 
 __all__ = ["Fetch", "Lineage", "Plan", "RankReport", "StartOver", "StateLost", "plan_recovery"]
 
@@ -55,7 +56,10 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """``keep``: the whole version whose slots no rank writes until the resumed one is protected (see versions.py)."""
+
     version: Version
+    keep: Version
     fetches: tuple[Fetch, ...]
     steps_lost: int
     reason: str
@@ -113,9 +117,8 @@ def plan_recovery(
             )
         fetches = [fetch for rank in range(info.world_size) for fetch in _fetches(info, rank, found)]
         reason = f"step {version.step} of round {version.epoch} is the newest that is whole"
-        return Plan(
-            version, tuple(fetches), max(0, max(seen) - version.step), f"{reason}; {missing}" if missing else reason
-        )
+        reason = f"{reason}; {missing}" if missing else reason
+        return Plan(version, _keep(info, usable), tuple(fetches), max(0, max(seen) - version.step), reason)
     missing = missing or "no version of the training state is complete anywhere"
     if newest > NOTHING_TO_LOSE_STEP:
         return StateLost(f"training had come to step {newest}, and {missing}")
@@ -153,6 +156,17 @@ def _why_not_whole(info: RoundInfo, found: Sequence[SlotRecord]) -> str:
         if sum(rank in members for members in complete) < needed[rank]:
             return f"no live node has all of what rank {rank} shares with others"
     return ""
+
+
+def _keep(info: RoundInfo, usable: Sequence[SlotRecord]) -> Version:
+    needed_nodes = {}
+    for version in {record.version for record in usable if record.version}:
+        found = [record for record in usable if record.version == version]
+        if not _why_not_whole(info, found):
+            holders = [{r.node for r in found if r.part == Part.own(rank)} for rank in range(info.world_size)]
+            holders += [set(nodes) for nodes in _complete_sets(found).values()]
+            needed_nodes[version] = frozenset(min(nodes) for nodes in holders if len(nodes) == 1)
+    return version_to_keep(needed_nodes)
 
 
 def _complete_sets(found: Sequence[SlotRecord]) -> dict[tuple[int, ...], list[str]]:

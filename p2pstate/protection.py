@@ -54,9 +54,9 @@ class Protection:
         """A start from scratch: the initial state is the first version."""
         self._course = self._course.begun()
 
-    def resumed(self, version: Version) -> None:
-        """The round resumed ``version``: ship it again at once, for the partners may be new."""
-        self._course = self._course.resumed(version)
+    def resumed(self, keep: Version) -> None:
+        """The round resumed a version: ship it again at once, for the partners may be new; ``keep`` stays meanwhile."""
+        self._course = self._course.resumed(keep)
 
     def complete(self) -> Version:
         """For the ballot: the newest version of this rank's shard that is complete here and at the buddy."""

@@ -68,9 +68,11 @@ class Phases:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """``source``: survivor, own vault, replicas or buddy; ``num_bytes``: what came over the network."""
+    """``keep``: the version whose slots stay until the resumed state is protected; ``source``: survivor, own vault,
+    replicas or buddy; ``num_bytes``: what came over the network."""
 
     version: Version
+    keep: Version
     steps_lost: int
     source: str
     num_bytes: int
@@ -122,7 +124,7 @@ def join(
         source = "buddy" if any(f.sender is not None and f.part.kind == "own" for f in mine) else "replicas"
     pulled = sum(fetch.num_bytes for fetch in mine if fetch.sender is not None)
     ends = [each.ended_at for each in reports.values() if each.ended_at >= 0]
-    return Joined(plan.version, plan.steps_lost, source, pulled, plan.reason, min(ends, default=None))
+    return Joined(plan.version, plan.keep, plan.steps_lost, source, pulled, plan.reason, min(ends, default=None))
 
 
 def _meet(store: Store, info: RoundInfo, report: RankReport, timeout_s: float) -> dict[int, RankReport]:

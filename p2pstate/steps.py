@@ -420,7 +420,7 @@ class Loop:
             steps_skipped=self.protection.num_skipped_in_a_row,
             reason=joined.reason,
         )
-        self.protection.resumed(joined.version)
+        self.protection.resumed(joined.keep)
         self._continue_data()
 
     def _join_some_round(self, newcomer: bool, phases: Phases) -> Joined:

@@ -1,8 +1,8 @@
 """The version rules: what becomes a version, what is kept meanwhile, and which slot is written next. Pure.
 
 In: what the gate's votes say, the steps that commit, the version a round resumes, what the two slots of a part hold.
-Out: :class:`Course`, one rank's position in these rules (a frozen value; every event makes the next one), and
-:func:`next_slot`. protection.py and capture.py execute what is decided here.
+Out: :class:`Course`, one rank's position in these rules (a frozen value; every event makes the next one),
+:func:`version_to_keep` and :func:`next_slot`. protection.py and capture.py execute what is decided here.
 
 Invariants: the decisions follow from numbers that all ranks share (the smallest completed version of a vote, the
 committed step, the resumed version), never from what one rank has achieved alone, so all ranks capture and skip alike;
@@ -12,11 +12,12 @@ written.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from p2pstate.types import Version
 
-__all__ = ["Course", "next_slot"]
+__all__ = ["Course", "next_slot", "version_to_keep"]
 
 _NOTHING = Version(-1, -1)  # older than every version
 
@@ -38,9 +39,12 @@ class Course:
         """A start from scratch: the initial state is the first version."""
         return replace(self, due=True)
 
-    def resumed(self, version: Version) -> Course:
-        """The round resumed ``version``: it is captured and shipped again at once, for the partners may be new."""
-        return Course(self.every, kept=version, due=True)
+    def resumed(self, keep: Version) -> Course:
+        """The round resumed a version: it is captured and shipped again at once, for the partners may be new.
+
+        ``keep``: what :func:`version_to_keep` says, the resumed version or an older one.
+        """
+        return Course(self.every, kept=keep, due=True)
 
     def committed(self, step: int, complete: Version) -> Course:
         """``step`` is committed, and every rank's shard is complete in both places up to ``complete``.
@@ -57,11 +61,30 @@ class Course:
         return replace(self, captured=version, due=False)
 
 
+def version_to_keep(needed_nodes: Mapping[Version, frozenset[str]]) -> Version:
+    """Of the whole versions, the one whose slots are kept while the resumed one is captured and shipped again.
+
+    ``needed_nodes``: of every whole version the nodes without any one of which it is not whole any more. The newest
+    that needs no node which an older one does without: the version that is resumed may have only just become whole,
+    each shard on its own node, and the slots it would be kept instead of be those of a protected one.
+    """
+    versions = sorted(needed_nodes)
+    keep = versions[0]
+    for version in versions[1:]:
+        if needed_nodes[version] <= needed_nodes[keep]:
+            keep = version
+    return keep
+
+
 def next_slot(held: tuple[Version | None, Version | None], keep: Version | None) -> int:
     """Which of a part's two slots is written next; ``held`` is what they hold by their headers.
 
-    Never the one that holds ``keep``. When neither does: an empty, torn or half-written one, else the older one.
+    Never the one that holds ``keep``. When neither does: an empty, torn or half-written one, else the older one. A
+    start from scratch has nothing to keep, and no version beyond the initial state is whole: that one is spared, the
+    newer one written, or a fault before the new initial state is protected would find nothing at all.
     """
     if keep is not None and keep in held:
         return 1 - held.index(keep)
+    if keep is None and None not in held:
+        return max((0, 1), key=lambda index: held[index] or _NOTHING)
     return min((0, 1), key=lambda index: held[index] or _NOTHING)

@@ -23,13 +23,13 @@ def join_timers() -> None:
 
 def test_first_error_of_a_round_wins_and_is_told_once() -> None:
     status, told = Status(), []
-    status.on_first_error = told.append
+    status.on_first_error = lambda error, epoch: told.append((error, epoch))
     status.connect(1)
     first = RuntimeError("first")
     status.fail(first)
     status.fail(RuntimeError("second"))
     assert status.error is first
-    assert told == [first]
+    assert told == [(first, 1)]
     assert status.echoing
 
 

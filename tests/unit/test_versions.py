@@ -84,12 +84,12 @@ def test_course_that_resumed_takes_no_version_of_an_older_round_for_its_own() ->
         ((V6, None), V6, 1),
         ((None, V6), V6, 0),
         ((V6, V6), V6, 1),
-        # Nothing to keep here: an empty one, else the older one.
+        # Nothing to keep here: an empty one, else the newer one (a start from scratch spares the initial state).
         ((None, None), None, 0),
         ((V6, None), None, 1),
         ((None, V6), None, 0),
-        ((V6, V5), None, 1),
-        ((V5, V6), None, 0),
+        ((V6, V5), None, 0),
+        ((V5, V6), None, 1),
         ((None, None), V6, 0),
         ((V5, None), V6, 1),
         ((V5, V7), V6, 0),

@@ -1,0 +1,144 @@
+"""The version rules against every interleaving of captures, shipments, votes, commits, faults and recoveries.
+
+The rules are the real ones (versions.py, placement.py, plan_recovery.py); slots hold a version and no bytes. In every
+state that can be reached:
+
+* once a version was protected, a whole version at least as new exists, and would still exist if any node died now
+  (unless a shard's other copy was lost before and is not back yet);
+* what a plan resumes is the newest whole version, none that went void, and every rank is told to take it from where it
+is;
+* all ranks decide alike about capturing, and nothing that is being shipped is overwritten;
+* without another fault the newest step becomes protected.
+
+Then one rule at a time is taken away, and the same exploration has to find out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from versions_model import NOTHING, Cluster, Faults, Rules, Violation, explore
+
+from p2pstate.plan_recovery import plan_recovery
+from p2pstate.types import Version
+from p2pstate.versions import Course, next_slot
+
+TWO, RING, PAIRS, TWO_BY_TWO = (0, 1), (0, 1, 2), (0, 1, 2, 3), (0, 0, 1, 1)
+ALL_OF_TWO, ALL_OF_FOUR, HYBRID = ((0, 1),), ((0, 1, 2, 3),), ((0, 2), (1, 3))
+CRASH, LOSS = Faults(crashes=1), Faults(losses=1)
+CRASH_AND_LOSS = Faults(crashes=1, losses=1)
+SILENCE = Faults(silences=1)
+
+CLUSTERS = {
+    "two nodes, a crash and a loss": Cluster(TWO, (), CRASH_AND_LOSS, 2),
+    "two nodes, one falls silent and comes back": Cluster(TWO, (), SILENCE, 2),
+    "two nodes, leaves alike, an error": Cluster(TWO, ALL_OF_TWO, Faults(errors=1), 3),
+    "two nodes, leaves alike, two losses": Cluster(TWO, ALL_OF_TWO, Faults(losses=2), 1),
+    "two nodes, every second step, a loss": Cluster(TWO, (), LOSS, 4, every=2),
+    "two nodes of two, leaves alike, a loss": Cluster(TWO_BY_TWO, ALL_OF_FOUR, LOSS, 1),
+    "three nodes, a crash": Cluster(RING, (), CRASH, 2),
+    "three nodes, a loss": Cluster(RING, (), LOSS, 2),
+    "four nodes, a crash": Cluster(PAIRS, (), CRASH, 1),
+}
+LARGE = {
+    "two nodes, three crashes": Cluster(TWO, (), Faults(crashes=3), 2),
+    "two nodes, leaves alike, a crash and two losses": Cluster(TWO, ALL_OF_TWO, Faults(crashes=1, losses=2), 1),
+    "two nodes, an error, one falls silent and comes back": Cluster(TWO, (), Faults(errors=1, silences=1), 2),
+    "two nodes of two, a crash": Cluster(TWO_BY_TWO, (), CRASH, 2),
+    "two nodes of two, a pair alike on both, a crash": Cluster(TWO_BY_TWO, HYBRID, CRASH, 1),
+    "two nodes of two, a loss": Cluster(TWO_BY_TWO, (), LOSS, 2),
+    "three nodes, a crash and a loss": Cluster(RING, (), CRASH_AND_LOSS, 2),
+    "four nodes, a loss": Cluster(PAIRS, (), LOSS, 2),
+    "four nodes, two losses": Cluster(PAIRS, (), Faults(losses=2), 1),
+}
+
+
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_every_state_within_the_bounds_keeps_every_invariant(name: str) -> None:
+    explored = explore(CLUSTERS[name])
+    print(f"\n{name}: {explored}")
+    assert explored.num_recoveries > 20, "too tame to prove anything"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LARGE)
+def test_every_state_within_wider_bounds_keeps_every_invariant(name: str) -> None:
+    print(f"\n{name}: {explore(LARGE[name])}")
+
+
+def forgets_what_it_keeps(course: Course, version: Version, keep: Version) -> Course:
+    del version
+    return replace(course.resumed(keep), kept=None)
+
+
+def never_tries_again(course: Course, step: int, everywhere: Version, mine: Version) -> Course:
+    del mine
+    return course.committed(step, NOTHING if step > 1 else everywhere)
+
+
+def goes_back_too_far(info, reports, records, lineage):
+    newest = max((record.version for record in records if record.version), default=None)
+    return plan_recovery(info, reports, [record for record in records if record.version != newest], lineage)
+
+
+# name: the mutant, the cluster it is let loose in, what has to be found
+MUTANTS = {
+    "the kept slot is written": (
+        Rules(next_slot=lambda held, keep: 1 - next_slot(held, keep)),
+        Cluster(TWO, (), CRASH, 2),
+        "was protected, and None is the newest that is whole",
+    ),
+    "captured before the version before is protected": (
+        Rules(committed=lambda course, step, everywhere, mine: course.committed(step, course.captured or everywhere)),
+        Cluster(TWO, (), Faults(), 2),
+        "while .* is being shipped",
+    ),
+    "a rank decides by what it has completed itself": (
+        Rules(committed=lambda course, step, everywhere, mine: course.committed(step, mine)),
+        Cluster(TWO, (), Faults(), 2),
+        "decides otherwise than the others",
+    ),
+    "void versions are used": (
+        Rules(plan=lambda info, reports, records, lineage: plan_recovery(info, reports, records)),
+        Cluster(TWO, (), SILENCE, 2),
+        "which is void",
+    ),
+    "a half-written slot counts": (
+        Rules(header=lambda slot: Version(slot[0], slot[1]) if slot else None),
+        Cluster(TWO, (), CRASH, 2),
+        "the newest that is whole is",
+    ),
+    "the resumed version is kept instead of the protected one": (
+        Rules(resumed=lambda course, version, keep: course.resumed(version)),
+        Cluster(TWO, (), CRASH, 2),
+        "was protected, and None is the newest that is whole, should node . die now",
+    ),
+    "nothing is kept after a recovery": (
+        Rules(resumed=forgets_what_it_keeps),
+        Cluster(TWO, (), CRASH, 2),
+        "was protected, and .* is the newest that is whole",
+    ),
+    "a start from scratch spares the newer slot": (
+        Rules(next_slot=lambda held, keep: next_slot(held, keep or Version(9, 9))),
+        Cluster(TWO, (), CRASH_AND_LOSS, 2),
+        "the state is lost",
+    ),
+    "the plan goes back too far": (
+        Rules(plan=goes_back_too_far),
+        Cluster(TWO, (), CRASH, 2),
+        "the state is lost|the newest that is whole is",
+    ),
+    "a skipped version is never made up for": (
+        Rules(committed=never_tries_again),
+        Cluster(TWO, (), Faults(), 2),
+        "the newest is never protected",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_rule_taken_away_is_noticed(name: str) -> None:
+    mutant, cluster, text = MUTANTS[name]
+    with pytest.raises(Violation, match=text):
+        explore(cluster, mutant)
