@@ -8,6 +8,7 @@ defaults.
 
 import argparse
 import json
+import os
 import shutil
 import signal
 import sys
@@ -30,6 +31,7 @@ from overhead_numbers import (  # noqa: E402
     exposed,
     floor,
     milli,
+    processor_time,
     saving,
     slowest,
     spread,
@@ -61,9 +63,9 @@ def settings_of(args: argparse.Namespace) -> Settings:
     return Settings(
         num_parameters=num_parameters,
         batch=args.batch,
-        num_rounds=args.rounds if args.rounds is not None else 3 if args.quick else 8,
+        num_rounds=args.rounds if args.rounds is not None else 3 if args.quick else 12,
         num_save_rounds=2 if args.quick else 3,
-        num_steps=4,
+        num_steps=3,
         num_save_steps=2,
         num_uncounted=1,
         deadline_s=60.0,
@@ -118,6 +120,7 @@ def table(form: str, ranks: Records, figures: Mapping[str, float]) -> list[str]:
         row(f"exposed ({figures['exposed_pct']:.1f} %)", exposed(ranks)),
         row("  of it capture, slowest rank", slowest([rank["capture_s"] for rank in ranks])),
         f"  {'  of it waiting for the buddy, mean':34} {milli(max(waits)):>12}",
+        row("processor time, ranks together", processor_time(ranks)),
         row("protected after", slowest([rank["protected_s"] for rank in ranks])),
         row("shipping while nothing else runs", slowest([rank["ship_alone_s"] for rank in ranks])),
         row("floor: memcpy", floor(ranks, "memcpy")),
@@ -147,6 +150,8 @@ def main() -> int:
     size = DEPTH * (8 * width**2 + 7 * width)
     print(f"{DEPTH} blocks of width {width}: {size / 1e6:.2f} M parameters, AdamW; {settings.batch} rows per rank")
     print(f"{NUM_NODES} nodes of {NUM_WORKERS} workers; medians and quartiles of rounds; p2pstate's defaults")
+    load, num_cores = os.getloadavg()[0], len(os.sched_getaffinity(0))
+    print(f"{num_cores} cores; load before: {load:.1f}{' (not quiet: expect noise)' if load > 1 else ''}")
     results: dict[str, dict[str, float]] = {}
     details: dict[str, Records] = {}
     folder = Path(tempfile.mkdtemp(prefix="p2pstate-overhead-"))

@@ -67,7 +67,7 @@ class Settings:
     num_save_rounds: int  # an unprotected window and one per kind of saving each
     num_steps: int  # counted per window
     num_save_steps: int
-    num_uncounted: int  # at the beginning of a window
+    num_uncounted: int  # at the beginning of a window in which something is saved: nothing is under way yet
     deadline_s: float  # of any single wait
 
 
@@ -141,6 +141,19 @@ def exposed(ranks: Sequence[Mapping[str, Any]]) -> Spread:
 def saving(ranks: Sequence[Mapping[str, Any]], save: str) -> Spread:
     windows = {kind: across_ranks([rank["saves"][kind] for rank in ranks]) for kind in ("plain", save)}
     return spread(added(windows[save], windows["plain"]))
+
+
+def processor_time(ranks: Sequence[Mapping[str, Any]]) -> Spread:
+    """What protection adds to a step in processor time, all threads of all ranks together.
+
+    Unlike exposed_s it does not depend on what else the machine does; over the number of cores it is what protection
+    adds to a step that leaves no core idle.
+    """
+    per_rank = [
+        [protected - plain for protected, plain in zip(rank["cpu_s"]["protected"], rank["cpu_s"]["plain"], strict=True)]
+        for rank in ranks
+    ]
+    return spread([sum(rounds) for rounds in zip(*per_rank, strict=True)])
 
 
 def step_time(ranks: Sequence[Mapping[str, Any]]) -> Spread:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from overhead_floors import memcpy, sockets
+from overhead_floors import Memcpy, Sockets
 from overhead_model import Job, build
 from overhead_numbers import SAVES, Settings
 from overhead_saves import savers
@@ -96,15 +96,23 @@ class Rank:
             self.skipped.append(skipped[num_uncounted:])
         return seconds[num_uncounted:]
 
-    def steps(self) -> dict[str, list[list[float]]]:
+    def rounds(self, memcpy: Memcpy, sockets: Sockets) -> dict[str, Any]:
+        """Windows with and without protection, and the floors, in turns."""
+        settings = self._settings
         windows: dict[str, list[list[float]]] = {"plain": [], "protected": []}
-        kinds = [("plain", self.plain_window), ("protected", self.protected_window)]
-        for number in range(1, self._settings.num_rounds + 1):
-            for kind, window in kinds:
-                windows[kind].append(window(self._settings.num_steps, self._settings.num_uncounted))
+        cpu_s: dict[str, list[float]] = {"plain": [], "protected": []}
+        floors: dict[str, list[list[float]]] = {"memcpy": [], "socket": []}
+        kinds = [("plain", self.plain_window, 0), ("protected", self.protected_window, settings.num_uncounted)]
+        for number in range(1, settings.num_rounds + 1):
+            for kind, window, num_uncounted in kinds:
+                began_s = time.process_time()
+                windows[kind].append(window(settings.num_steps, num_uncounted))
+                cpu_s[kind].append((time.process_time() - began_s) / (settings.num_steps + num_uncounted))
             kinds.reverse()  # neither is always the first
-            self.say(f"steps with and without protection: {number} of {self._settings.num_rounds}")
-        return windows
+            floors["memcpy"].append(memcpy.once())
+            floors["socket"].append(sockets.once())
+            self.say(f"steps with and without protection: {number} of {settings.num_rounds}")
+        return {"windows": windows, "cpu_s": cpu_s, **floors}
 
     def saves(self, scratch: Path) -> tuple[dict[str, list[list[float]]], dict[str, list[float]]]:
         """Windows per kind of saving, and the seconds that the calls themselves took."""
@@ -113,14 +121,14 @@ class Rank:
         windows: dict[str, list[list[float]]] = {name: [] for name in ("plain", *SAVES)}
         calls: dict[str, list[float]] = {name: [] for name in SAVES}
         for name, saver in by_name.items():  # folders, plans and staging memory come to exist
-            self.plain_window(0, 2, saver.save)
+            self.plain_window(0, 1, saver.save)
             saver.finish()
             self.say(f"{name} works")
         order = deque(("plain", *SAVES))
         for number in range(1, settings.num_save_rounds + 1):
             for name in order:
                 if name == "plain":
-                    windows[name].append(self.plain_window(settings.num_save_steps, settings.num_uncounted))
+                    windows[name].append(self.plain_window(settings.num_save_steps, 0))
                     continue
                 save = timed(by_name[name].save, calls[name])
                 windows[name].append(self.plain_window(settings.num_save_steps, settings.num_uncounted, save))
@@ -135,6 +143,12 @@ class Rank:
         sizes = [(leaf.tensor.numel() * leaf.tensor.element_size(), len(leaf.holders)) for leaf in found.leaves]
         return len(found.values) + sum(num_bytes / num_holders for num_bytes, num_holders in sizes)
 
+    @property
+    def num_own_bytes(self) -> int:
+        """Of the newest version: what is shipped."""
+        return self._state.stats.num_own_bytes
+
+    @property
     def captured_bytes(self) -> int:
         return self._state.stats.num_own_bytes + self._state.stats.num_shared_bytes
 
@@ -174,25 +188,21 @@ def main() -> None:
     rank = Rank(form, folder, settings)
     rank.say("started")
     rank.warm_up()
-    windows = rank.steps()
     context = current()
-    payload_bytes = round(rank.num_shipped_bytes / rank.num_captured)
-    rank.say("floors")
-    record: dict[str, Any] = {
-        "windows": windows,
+    assert context.buddy is not None
+    with Sockets(rank.num_own_bytes, context.buddy, settings.deadline_s) as sockets:
+        record = rank.rounds(Memcpy(rank.captured_bytes), sockets)
+    record |= {
         "skipped": rank.skipped,
         "protected_s": rank.protected_s,
         "ship_alone_s": rank.ship_alone_s,
         "capture_s": rank.capture_s,
         "wait_s": rank.wait_s,
-        "payload_bytes": payload_bytes,
-        "captured_bytes": rank.captured_bytes(),
+        "payload_bytes": round(rank.num_shipped_bytes / rank.num_captured),
+        "captured_bytes": rank.captured_bytes,
         "unique_bytes": rank.unique_bytes(),
         "vault_bytes": vault_bytes(int(os.environ["P2PSTATE_AGENT_PID"])) if context.local_rank == 0 else 0,
-        "memcpy": memcpy(rank.captured_bytes()),
     }
-    assert context.buddy is not None
-    record["socket"] = sockets(payload_bytes, context.buddy, settings.deadline_s)
     record["saves"], record["calls"] = rank.saves(scratch)
     records: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(records, record)

@@ -17,6 +17,7 @@ from overhead_numbers import (
     SAVES,
     across_ranks,
     added,
+    processor_time,
     protected_share,
     saving,
     slowest,
@@ -109,6 +110,12 @@ def test_protected_share_does_not_look_across_windows_and_needs_two_steps() -> N
 
 def test_across_ranks_is_the_mean_of_every_step() -> None:
     assert across_ranks([[[0.1, 0.2], [0.5]], [[0.3, 0.2], [0.7]]]) == [pytest.approx([0.2, 0.2]), pytest.approx([0.6])]
+
+
+def test_processor_time_is_what_protection_adds_on_all_ranks_together() -> None:
+    busy = {"plain": [0.1, 0.2], "protected": [0.13, 0.23]}
+    found = processor_time([{"cpu_s": busy}, {"cpu_s": {"plain": [0.1, 0.1], "protected": [0.11, 0.13]}}])
+    assert (found.low, found.high) == (pytest.approx(0.045), pytest.approx(0.055))
 
 
 def test_span_ends_with_the_last_rank_and_is_divided_by_the_repetitions() -> None:
