@@ -92,7 +92,7 @@ class Cluster:
         self.events = EventReader(folder)
         self._script = script
         self._environ = {**os.environ, **environ, MARK: str(folder)}
-        self._shared_memory = set(os.listdir("/dev/shm"))
+        self._shared_memory = shared_memory()
         self._options = [
             *("--nnodes", str(num_training), "--nproc-per-node", str(num_workers), "--spares", str(num_spares)),
             *("--run-id", folder.name, "--run-dir", str(folder), "--quiet"),
@@ -200,7 +200,7 @@ class Cluster:
     def _look(self) -> list[str]:
         left = [f"process {process.pid}" for process in self._processes_left()]
         left += [f"a listener on {address}" for address in self._listeners()]
-        left += [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self._shared_memory)]
+        left += [f"/dev/shm/{name}" for name in sorted(shared_memory() - self._shared_memory)]
         return left
 
     def _listeners(self) -> list[str]:
@@ -235,6 +235,11 @@ class Cluster:
             if lines:
                 parts.append("\n".join([f"--- {path}", *lines]))
         return "\n".join(parts)
+
+
+def shared_memory() -> set[str]:
+    """Names of the segments in /dev/shm; directories are other programs' scratch space."""
+    return {entry.name for entry in os.scandir("/dev/shm") if not entry.is_dir(follow_symlinks=False)}
 
 
 def signal_quietly(process: psutil.Process, sign: signal.Signals) -> None:
