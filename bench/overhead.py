@@ -186,7 +186,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # so that the nodes are ended, too
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit("ended by SIGTERM"))  # so that the nodes end, too
     try:
         sys.exit(main())
     except KeyboardInterrupt:
