@@ -81,7 +81,8 @@ def next_slot(held: tuple[Version | None, Version | None], keep: Version | None)
 
     Never the one that holds ``keep``. When neither does: an empty, torn or half-written one, else the older one. A
     start from scratch has nothing to keep, and no version beyond the initial state is whole: that one is spared, the
-    newer one written, or a fault before the new initial state is protected would find nothing at all.
+    newer one written, or a fault before the new initial state is protected would find nothing at all. (Known limit: of
+    the initial states of two such starts in a row it cannot tell which is whole.)
     """
     if keep is not None and keep in held:
         return 1 - held.index(keep)

@@ -26,6 +26,9 @@ from p2pstate.types import Part, RoundInfo, SlotRecord, Start, Version, Worker
 from p2pstate.versions import Course, next_slot
 
 NOTHING = Version(0, -1)
+# "Protected" after a start from scratch: it can always be made again, so that the next fault may not end the run. Known
+# limit: two such starts in a row promise nothing for the third fault (see next_slot).
+INITIAL = -1
 OWN, WARD, SHARED = 0, 1, 2  # the pairs of slots that one rank writes
 # Where the version on its way from a rank to its buddy is
 CAPTURED, AGREED, SENT, RECEIVED, DONE = range(5)
@@ -102,7 +105,7 @@ class State(NamedTuple):
     progress: int  # newest step that anybody ever committed
     # What no process knows
     turned: frozenset[tuple[int, Version]]  # rounds in which a step could be committed, and what they resumed
-    protected: Version | None  # the newest that was ever complete in both places; step -1: the start, after a new one
+    protected: Version | None  # the newest that was ever complete in both places; step INITIAL: see there
     lost: frozenset[int]  # places that lost their vault since then
 
 
@@ -193,6 +196,7 @@ class Model:
     rules: Rules = field(default_factory=Rules)
     _checked: set[tuple[object, ...]] = field(default_factory=set)
     _plans: dict[tuple[object, ...], Plan | StartOver | StateLost] = field(default_factory=dict)
+    _courses: dict[tuple[object, ...], Known] = field(default_factory=dict)
 
     def first(self) -> State:
         cluster = self.cluster
@@ -214,8 +218,9 @@ class Model:
         )
 
     def representative(self, state: State) -> State:
-        """One of the states that differ only in the names of ranks that are alike. (The way to a state with three
-        nodes or more therefore changes names from one line to the next.)"""
+        """One of the states that differ only in the names of ranks that are alike; not always the same one, so the
+        number of states varies a little from run to run. (And the way to a state of more than two ranks changes names
+        from one line to the next.)"""
         renamings = self.renamings
         if len(renamings) <= 2 or state.away is not None:
             return state
@@ -277,9 +282,8 @@ class Model:
             if which != WARD:
                 held = self._write(held, r, which, version, keep)
         job = Job(version, keep, CAPTURED)
-        return _with_rank(state, r, rank._replace(course=self._captured(rank.course, version), job=job))._replace(
-            held=held
-        )
+        after = _with_rank(state, r, rank._replace(course=self._captured(rank.course, version), job=job))
+        return after._replace(held=held)
 
     def ship(self, state: State, r: int, job: Job) -> State | None:
         """The next stage of the exchange with buddy and ward; None while it waits for one of them."""
@@ -338,12 +342,13 @@ class Model:
         if isinstance(plan, StartOver):
             if plan.start != Start.FRESH:
                 raise Violation(f"nobody is cold: {plan.reason}")
-            if nothing_was_lost and state.protected and state.protected.step > 0:
+            if nothing_was_lost and state.protected.step > 0:
                 raise Violation(f"training starts anew although {state.protected} was protected: {plan.reason}")
             begun = Rank(RUNS, self._begun(), 0, None)
-            if state.protected is not None:
-                after = after._replace(protected=Version(epoch, -1))
-            return after._replace(ranks=(begun,) * len(state.ranks))
+            after = after._replace(ranks=(begun,) * len(state.ranks), protected=None)
+            if nothing_was_lost and state.epoch == 1:
+                return after._replace(protected=Version(epoch, INITIAL))
+            return after._replace(lost=frozenset())
         if is_void(plan.version, known | state.turned):
             raise Violation(f"the plan resumes {plan.version}, which is void: {sorted(known | state.turned)}")
         if plan.version != newest:
@@ -416,7 +421,7 @@ class Model:
         """Whatever was protected is still there, and would be without any one node."""
         turns = frozenset().union(*state.turns)
         key = (state.held, turns, state.protected, state.lost)
-        if state.protected is None or state.protected.step < 0 or key in self._checked:
+        if state.protected is None or state.protected.step == INITIAL or key in self._checked:
             return
         self._checked.add(key)
         for place in (None, *self.cluster.nodes):
@@ -488,13 +493,17 @@ class Model:
 
     # -- details
 
-    @functools.cache  # noqa: B019 - as short-lived as the model
     def _committed(self, known: Known, step: int, everywhere: Version, mine: Version) -> Known:
-        return _known(self.rules.committed(Course(self.cluster.every, *known), step, everywhere, mine))
+        key = (known, step, everywhere, mine)
+        if key not in self._courses:
+            course = Course(self.cluster.every, *known)
+            self._courses[key] = _known(self.rules.committed(course, step, everywhere, mine))
+        return self._courses[key]
 
-    @functools.cache  # noqa: B019
     def _captured(self, known: Known, version: Version) -> Known:
-        return _known(Course(self.cluster.every, *known).captures(version))
+        if (known, version) not in self._courses:
+            self._courses[known, version] = _known(Course(self.cluster.every, *known).captures(version))
+        return self._courses[known, version]
 
     def _begun(self) -> Known:
         return _known(Course(self.cluster.every).begun())

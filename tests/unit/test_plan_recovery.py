@@ -139,6 +139,43 @@ def test_plan_for_survivors_that_are_not_warm_restarts_all_from_memory() -> None
     assert "resume from memory at step 1" in decision.reason
 
 
+def test_plan_at_the_initial_state_starts_anew_whatever_was_committed() -> None:
+    """A first step that is done again after rehearsals would not be the first step's bits."""
+    decision = plan_recovery(INFO, reports(committed=3), everywhere(Version(2, 0)))
+    assert isinstance(decision, StartOver)
+    assert decision.start == Start.FRESH
+
+
+def test_plan_keeps_the_resumed_version_when_it_is_in_two_places() -> None:
+    plan = plan_recovery(INFO, reports(), everywhere(V6) + everywhere(V7))
+    assert isinstance(plan, Plan)
+    assert plan.keep == V7
+
+
+def test_plan_keeps_the_version_that_is_in_two_places_when_the_resumed_one_is_not() -> None:
+    """Else the slots of the only version that outlives the next loss of a node would be written."""
+    just_whole = [own(rank, nodes[0], V7) for rank, nodes in BOTH.items()]
+    plan = plan_recovery(INFO, reports(), everywhere(V6) + just_whole)
+    assert isinstance(plan, Plan)
+    assert (plan.version, plan.keep) == (V7, V6)
+
+
+def test_plan_keeps_the_resumed_version_when_one_node_has_all_that_is_left() -> None:
+    left = [record for record in everywhere(V6) + everywhere(V7) if record.node == "n1"]
+    plan = plan_recovery(INFO, reports(newcomers=(0, 1)), left)
+    assert isinstance(plan, Plan)
+    assert (plan.version, plan.keep) == (V7, V7)
+
+
+def test_plan_keeps_a_version_whose_shared_leaves_are_on_two_nodes() -> None:
+    holders = [(piece, node) for piece in (0, 1) for node in ("n0", "n1")]
+    owns = [own(r, n, v, num_sets=1) for v in (V6, V7) for r, nodes in BOTH.items() for n in nodes]
+    alike = [rep(piece, node, V6) for piece, node in holders] + [rep(piece, "n0", V7) for piece in (0, 1)]
+    plan = plan_recovery(INFO, reports(), owns + alike)
+    assert isinstance(plan, Plan)
+    assert (plan.version, plan.keep) == (V7, V6)
+
+
 def test_plan_of_every_rank_is_the_same_whatever_the_order_of_records() -> None:
     records = everywhere(V6) + everywhere(V7)
     assert plan_recovery(INFO, reports(), records) == plan_recovery(INFO, reports(), records[::-1])

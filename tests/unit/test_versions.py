@@ -1,11 +1,11 @@
-"""versions.Course and versions.next_slot: one rule a test. tests/sim/test_versions_model.py has them all at once."""
+"""The rules of versions.py: one rule a test. tests/sim/test_versions_model.py has them all at once."""
 
 from __future__ import annotations
 
 import pytest
 
 from p2pstate.types import Version
-from p2pstate.versions import Course, next_slot
+from p2pstate.versions import Course, next_slot, version_to_keep
 
 NOTHING_COMPLETE = Version(0, -1)
 V5, V6, V7 = Version(1, 5), Version(1, 6), Version(1, 7)
@@ -73,6 +73,24 @@ def test_course_that_resumed_takes_no_version_of_an_older_round_for_its_own() ->
     course = Course(1, kept=V7, due=True).captures(Version(2, 7))
     assert course.committed(8, V7).kept == V7
     assert not course.committed(8, V7).due
+
+
+@pytest.mark.parametrize(
+    ("needed_nodes", "keep"),
+    [
+        # Node a is gone, and b has what is left of both: the newer one.
+        ({V6: {"b"}, V7: {"b"}}, V7),
+        # V6 is in two places, V7 only just whole: any loss would end it.
+        ({V6: set(), V7: {"a", "b"}}, V6),
+        ({V6: {"a", "b"}, V7: set()}, V7),
+        # Each outlives a loss that the other does not: what was there before is not given up.
+        ({V6: {"a"}, V7: {"b"}}, V6),
+        ({V5: {"a"}, V6: {"a", "b"}, V7: {"a"}}, V7),
+        ({V6: {"a"}}, V6),
+    ],
+)
+def test_version_to_keep(needed_nodes: dict[Version, set[str]], keep: Version) -> None:
+    assert version_to_keep({version: frozenset(nodes) for version, nodes in needed_nodes.items()}) == keep
 
 
 @pytest.mark.parametrize(
