@@ -11,6 +11,7 @@ that an earlier round decided to go back behind is never used again.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -95,14 +96,12 @@ def plan_recovery(
 
     ``corrupt`` names (node, slot) pairs whose bytes did not match their digest: they are never used.
     """
-    usable = _usable(info, records, lineage, corrupt)
-    versions = sorted({record.version for record in usable if record.version}, reverse=True)
-    seen = [report.committed_step for report in reports.values()] + [version.step for version in versions]
+    by_version = _by_version(_usable(info, records, lineage, corrupt))
+    seen = [report.committed_step for report in reports.values()] + [version.step for version in by_version]
     newest = max([*seen, info.progress])
     missing = ""
-    for version in versions:
-        found = [record for record in usable if record.version == version]
-        why_not = _why_not_whole(info, found)
+    for version, copies in sorted(by_version.items(), key=lambda item: item[0], reverse=True):
+        why_not = _why_not_whole(info, copies)
         if why_not:
             missing = missing or f"version {version.step} of round {version.epoch} is not whole: {why_not}"
             continue
@@ -115,10 +114,10 @@ def plan_recovery(
                 f"rank {cold[0]} has done fewer than {num_warm_steps_needed} steps in its process, so wrappers such as "
                 f"DDP still change their layout: all workers start again and resume from memory at step {version.step}",
             )
-        fetches = [fetch for rank in range(info.world_size) for fetch in _fetches(info, rank, found)]
+        fetches = tuple(_fetches(info, copies))
         reason = f"step {version.step} of round {version.epoch} is the newest that is whole"
         reason = f"{reason}; {missing}" if missing else reason
-        return Plan(version, _keep(info, usable), tuple(fetches), max(0, max(seen) - version.step), reason)
+        return Plan(version, _keep(info, by_version), fetches, max(0, max(seen) - version.step), reason)
     missing = missing or "no version of the training state is complete anywhere"
     if newest > NOTHING_TO_LOSE_STEP:
         return StateLost(f"training had come to step {newest}, and {missing}")
@@ -147,55 +146,69 @@ def _usable(
     )
 
 
-def _why_not_whole(info: RoundInfo, found: Sequence[SlotRecord]) -> str:
-    needed = {record.part.members[0]: record.num_shared_sets for record in found if record.part.kind == "own"}
-    complete = _complete_sets(found)
+def _by_version(usable: Iterable[SlotRecord]) -> dict[Version, _Copies]:
+    found: dict[Version, list[SlotRecord]] = {}
+    for record in usable:
+        if record.version:
+            found.setdefault(record.version, []).append(record)
+    return {version: _copies(records) for version, records in found.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Copies:
+    """Who holds what of one version: sorted once, asked for every rank."""
+
+    own: Mapping[int, Sequence[SlotRecord]]  # rank -> copies of its shard
+    shared: Mapping[tuple[int, ...], Mapping[str, Sequence[SlotRecord]]]  # ranks -> node -> all pieces, by piece
+
+
+def _copies(found: Iterable[SlotRecord]) -> _Copies:
+    own: dict[int, list[SlotRecord]] = {}
+    pieces: dict[tuple[tuple[int, ...], str], dict[Part, SlotRecord]] = {}
+    for record in found:
+        if record.part.kind == "own":
+            own.setdefault(record.part.members[0], []).append(record)
+        else:
+            pieces.setdefault((record.part.members, record.node), {})[record.part] = record
+    shared: dict[tuple[int, ...], dict[str, list[SlotRecord]]] = {}
+    for (members, node), held in sorted(pieces.items()):
+        if len(held) == next(iter(held)).num_pieces:
+            shared.setdefault(members, {})[node] = [held[part] for part in sorted(held)]
+    return _Copies(own, shared)
+
+
+def _why_not_whole(info: RoundInfo, copies: _Copies) -> str:
+    num_sets = Counter(rank for members in copies.shared for rank in members)
     for rank in range(info.world_size):
-        if rank not in needed:
+        if rank not in copies.own:
             return f"no live node has shard {rank}"
-        if sum(rank in members for members in complete) < needed[rank]:
+        if num_sets[rank] < copies.own[rank][-1].num_shared_sets:
             return f"no live node has all of what rank {rank} shares with others"
     return ""
 
 
-def _keep(info: RoundInfo, usable: Sequence[SlotRecord]) -> Version:
+def _keep(info: RoundInfo, by_version: Mapping[Version, _Copies]) -> Version:
     needed_nodes = {}
-    for version in {record.version for record in usable if record.version}:
-        found = [record for record in usable if record.version == version]
-        if not _why_not_whole(info, found):
-            holders = [{r.node for r in found if r.part == Part.own(rank)} for rank in range(info.world_size)]
-            holders += [set(nodes) for nodes in _complete_sets(found).values()]
+    for version, copies in by_version.items():
+        if not _why_not_whole(info, copies):
+            holders = [{record.node for record in records} for records in copies.own.values()]
+            holders += [set(nodes) for nodes in copies.shared.values()]
             needed_nodes[version] = frozenset(min(nodes) for nodes in holders if len(nodes) == 1)
     return version_to_keep(needed_nodes)
 
 
-def _complete_sets(found: Sequence[SlotRecord]) -> dict[tuple[int, ...], list[str]]:
-    """For every set of ranks that share leaves: the nodes that hold all pieces of them."""
-    held: dict[tuple[tuple[int, ...], str], set[Part]] = {}
-    for record in found:
-        if record.part.kind == "shared":
-            held.setdefault((record.part.members, record.node), set()).add(record.part)
-    out: dict[tuple[int, ...], list[str]] = {}
-    for (members, node), parts in held.items():
-        if len(parts) == next(iter(parts)).num_pieces:
-            out.setdefault(members, []).append(node)
-    return out
-
-
-def _fetches(info: RoundInfo, rank: int, found: Sequence[SlotRecord]) -> list[Fetch]:
-    home = info.node_of(rank)
-    out = [_fetch(info, rank, _nearest(home, [r for r in found if r.part == Part.own(rank)]))]
-    for members, nodes in sorted(_complete_sets(found).items()):
-        if rank not in members:
-            continue
-        node = home if home in nodes else min(nodes)
-        parts = {r.part: r for r in found if r.part.kind == "shared" and r.part.members == members and r.node == node}
-        out += [_fetch(info, rank, parts[part]) for part in sorted(parts)]
-    return out
-
-
-def _nearest(home: str, candidates: list[SlotRecord]) -> SlotRecord:
-    return min(candidates, key=lambda r: (r.node != home, r.node, r.slot))
+def _fetches(info: RoundInfo, copies: _Copies) -> list[Fetch]:
+    """In the order of ranks; of each rank first its shard, then what it shares."""
+    out: list[list[Fetch]] = []
+    for rank in range(info.world_size):
+        home = info.node_of(rank)
+        nearest = min(copies.own[rank], key=lambda record: (record.node != home, record.node, record.slot))
+        out.append([_fetch(info, rank, nearest)])
+    for members, nodes in copies.shared.items():
+        for rank in members:
+            home = info.node_of(rank)
+            out[rank] += [_fetch(info, rank, record) for record in nodes[home if home in nodes else min(nodes)]]
+    return [fetch for fetches in out for fetch in fetches]
 
 
 def _fetch(info: RoundInfo, rank: int, record: SlotRecord) -> Fetch:
