@@ -28,15 +28,16 @@ from p2pstate.errors import P2PStateError, Retryable
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.waiting import call, wait_collective
 from p2pstate.plan_recovery import Fetch, Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
-from p2pstate.replicate import receive_chunks, send_chunks
+from p2pstate.replicate import bytes_of, receive_chunks, send_chunks
 from p2pstate.slots import Slot, digest_of
 from p2pstate.state import TrainingState
 from p2pstate.types import RoundInfo, SlotRecord, Version
 from p2pstate.worker.link import Link
 
-__all__ = ["Joined", "LostError", "MustStartOver", "Phases", "join"]
+__all__ = ["ROUND_FAILED", "Joined", "LostError", "MustStartOver", "Phases", "join"]
 
 _TAG = 100
+ROUND_FAILED = (Retryable, DistStoreError, RuntimeError)  # what join raises when another round has to be joined
 
 
 class LostError(P2PStateError):
@@ -106,10 +107,11 @@ def join(
     with phases.phase("groups"):
         if not connected:
             registry.attach(call(lambda: registry.build(info.epoch), is_over, "connecting"))
-    plan = _agree(store, info, link, report.rank, reports, phases)
+    slots = _LocalSlots(link)
+    plan = _agree(store, info, link, report.rank, reports, slots, phases)
     mine = plan.of(report.rank)
     with phases.phase("pull"):
-        images = call(lambda: _move(plan, report.rank, link, registry), is_over, "pulling")
+        images = call(lambda: _move(plan, report.rank, slots, registry), is_over, "pulling")
     with phases.phase("restore"):
         tensors: dict[str, torch.Tensor] = {}
         values = b""
@@ -138,7 +140,13 @@ def _meet(store: Store, info: RoundInfo, report: RankReport, timeout_s: float) -
 
 
 def _agree(
-    store: Store, info: RoundInfo, link: Link, rank: int, reports: dict[int, RankReport], phases: Phases
+    store: Store,
+    info: RoundInfo,
+    link: Link,
+    rank: int,
+    reports: dict[int, RankReport],
+    slots: _LocalSlots,
+    phases: Phases,
 ) -> Plan:
     me = info.workers[rank]
     nodes = sorted({worker.node for worker in info.workers})
@@ -151,7 +159,6 @@ def _agree(
         records += [SlotRecord.unpack(raw) for raw in packed]
         turns += [Lineage(epoch, Version(*version)) for epoch, version in lineage]
     corrupt: frozenset[tuple[str, int]] = frozenset()
-    checked: set[tuple[str, int]] = set()
     for attempt in range(len(records) + 1):
         plan = plan_recovery(info, reports, records, turns, corrupt)
         if isinstance(plan, StartOver):
@@ -159,7 +166,7 @@ def _agree(
         if isinstance(plan, StateLost):
             raise LostError(plan.reason)
         with phases.phase("verify"):
-            bad = _verify(link, plan, me.rank, me.node, checked)
+            bad = _verify(slots, plan, me.rank, me.node)
             store.set(f"verified/{attempt}/{me.rank}", msgpack.packb(sorted(bad)))
             found = frozenset(
                 (node, slot)
@@ -174,48 +181,56 @@ def _agree(
     raise AssertionError("every attempt removes at least one record")
 
 
-def _verify(link: Link, plan: Plan, rank: int, node: str, checked: set[tuple[str, int]]) -> set[tuple[str, int]]:
-    """Check every local slot that this rank will read or send. Returns those whose bytes do not match."""
+def _verify(slots: _LocalSlots, plan: Plan, rank: int, node: str) -> set[tuple[str, int]]:
+    """Check every local slot that this rank will read or send, once. Returns those whose bytes do not match."""
     bad = set()
     for fetch in plan.fetches:
         reads = fetch.rank == rank and fetch.sender is None
-        key = (fetch.node, fetch.slot)
-        if fetch.node == node and (reads or fetch.sender == rank) and key not in checked:
-            checked.add(key)
-            if digest_of(_bytes_of(_open(link, fetch))).hex() != fetch.digest:
-                bad.add(key)
+        if fetch.node != node or not (reads or fetch.sender == rank) or fetch.slot in slots:
+            continue
+        if digest_of(bytes_of(slots.open(fetch))).hex() != fetch.digest:
+            bad.add((fetch.node, fetch.slot))
     return bad
 
 
-def _open(link: Link, fetch: Fetch) -> torch.Tensor:
-    """The bytes of a slot of this node's vault, mapped."""
-    fd = link.open_slot(fetch.slot)
-    try:
-        slot = Slot(fd)
-    finally:
-        os.close(fd)
-    if slot.capacity < fetch.num_bytes:
-        raise Retryable(f"slot {fetch.slot} of {fetch.node} is smaller than what it is said to hold")
-    return torch.frombuffer(slot.body(fetch.num_bytes), dtype=torch.uint8)
+class _LocalSlots:
+    """Slots of this node's vault, each mapped once: verified, then read or sent from the same mapping."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._bodies: dict[int, torch.Tensor] = {}
+
+    def __contains__(self, slot_id: int) -> bool:
+        return slot_id in self._bodies
+
+    def open(self, fetch: Fetch) -> torch.Tensor:
+        """The bytes that the slot holds. Raises Retryable when it is gone or too small."""
+        body = self._bodies.get(fetch.slot)
+        if body is None:
+            fd = self._link.open_slot(fetch.slot)
+            try:
+                slot = Slot(fd)
+            finally:
+                os.close(fd)
+            if slot.capacity < fetch.num_bytes:
+                raise Retryable(f"slot {fetch.slot} of {fetch.node} is smaller than what it is said to hold")
+            body = self._bodies[fetch.slot] = torch.frombuffer(slot.body(fetch.num_bytes), dtype=torch.uint8)
+        return body
 
 
-def _move(plan: Plan, rank: int, link: Link, registry: Registry) -> list[torch.Tensor]:
+def _move(plan: Plan, rank: int, slots: _LocalSlots, registry: Registry) -> list[torch.Tensor]:
     """Take part in all transfers of the plan, in its order; returns the images of this rank's own state."""
     assert registry.replication is not None
     group = registry.replication.group
     images = []
     for number, fetch in enumerate(plan.fetches):
         if fetch.rank == rank and fetch.sender is None:
-            images.append(_open(link, fetch))
+            images.append(slots.open(fetch))
         elif fetch.rank == rank:
             images.append(_receive(group, fetch, number))
         elif fetch.sender == rank:
-            send_chunks(group, _open(link, fetch), fetch.rank, _TAG + number)
+            send_chunks(group, slots.open(fetch), fetch.rank, _TAG + number)
     return images
-
-
-def _bytes_of(body: torch.Tensor) -> memoryview:
-    return memoryview(body.numpy())  # type: ignore[arg-type]
 
 
 def _receive(group: Any, fetch: Fetch, number: int) -> torch.Tensor:
@@ -230,6 +245,3 @@ def _all_done(registry: Registry, is_over: Callable[[], bool]) -> None:
     assert registry.gate is not None
     done = torch.ones(1, dtype=torch.int64)
     wait_collective(registry.gate.group.allreduce([done], ReduceOp.MIN), is_over)
-
-
-ROUND_FAILED = (Retryable, DistStoreError, RuntimeError)

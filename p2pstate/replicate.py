@@ -34,7 +34,7 @@ from p2pstate.stats import ProtectionStats
 from p2pstate.types import Part, Version
 from p2pstate.worker.link import Link
 
-__all__ = ["CHUNK_BYTES", "Shipper", "receive_chunks", "send_chunks"]
+__all__ = ["CHUNK_BYTES", "Shipper", "bytes_of", "receive_chunks", "send_chunks"]
 
 CHUNK_BYTES = 4 << 20
 CHUNKS_IN_FLIGHT = 4
@@ -206,14 +206,14 @@ class Shipper:
             if next_out < len(outgoing):
                 chunk = outgoing[next_out]
                 sent.append((group.send([chunk], buddy, _DATA), chunk))
-                hash_out.update(_view(chunk))
+                hash_out.update(bytes_of(chunk))
                 next_out += 1
             if len(sent) > CHUNKS_IN_FLIGHT:
                 sent.popleft()[0].wait()
             if in_flight and (len(in_flight) == CHUNKS_IN_FLIGHT or next_out == len(outgoing)):
                 work, chunk = in_flight.popleft()
                 work.wait()
-                hash_in.update(_view(chunk))
+                hash_in.update(bytes_of(chunk))
         for work, _ in sent:
             work.wait()
         return hash_out.digest(), hash_in.digest()
@@ -240,10 +240,10 @@ def receive_chunks(group: Any, num_bytes: int, sender: int, tag: int) -> tuple[t
         if len(works) > CHUNKS_IN_FLIGHT:
             work, done = works.popleft()
             work.wait()
-            digest.update(_view(done))
+            digest.update(bytes_of(done))
     for work, done in works:
         work.wait()
-        digest.update(_view(done))
+        digest.update(bytes_of(done))
     return body, digest.digest()
 
 
@@ -252,7 +252,8 @@ def _row(part: Part) -> bytes:
     return xxhash.xxh3_128_digest(repr(tuple(part)).encode())
 
 
-def _view(chunk: torch.Tensor) -> memoryview:
+def bytes_of(chunk: torch.Tensor) -> memoryview:
+    """The memory of a 1-D uint8 tensor."""
     return memoryview(chunk.numpy())  # type: ignore[arg-type]
 
 
