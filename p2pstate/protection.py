@@ -114,4 +114,4 @@ class Protection:
 
     def _shipping_failed(self, epoch: int, error: BaseException) -> None:
         if STATUS.error is None and epoch == STATUS.epoch and self._context.in_loop:
-            self._context.link.send("error", epoch=epoch, text=f"replication: {error}", training=False)
+            self._context.link.send("error", epoch=epoch, text=f"replication: {error}")

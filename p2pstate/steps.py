@@ -131,7 +131,7 @@ class Loop:
 
     @property
     def rehearsing(self) -> bool:
-        return STATUS.solo or self._must_join
+        return self._must_join
 
     # -- what the user's loop runs on
 
@@ -457,7 +457,7 @@ class Loop:
             link.send("state_lost", epoch=info.epoch, reason=str(error))
         except ROUND_FAILED as error:
             if not link.is_aborted(info.epoch):
-                link.send("error", epoch=info.epoch, text=f"joining failed: {error}", training=False)
+                link.send("error", epoch=info.epoch, text=f"joining failed: {error}")
         else:
             link.send("resumed", epoch=info.epoch, version=list(joined.version))
             return joined

@@ -191,7 +191,7 @@ class Agent:
             if self._view and self._view.place_of(change.member.key) is not None:
                 self._abort(self._view.round, f"node {name} is gone: {change.reason}", tell_others=False)
         else:
-            if self._info is not None and self._aborted_round < self._info.epoch:
+            if self._info is not None and not self._round_is_over():
                 self._cancel_waiting()  # back before anything was given up
             self.events.emit(f"member_{change.kind.value}", member=name, reason=change.reason)
 
@@ -206,17 +206,13 @@ class Agent:
             return
         self.verdict = verdict
         self.events.emit("verdict", f"the run has ended: {verdict.text}", code=verdict.code, text=verdict.text)
-        if verdict.code == 0:
-            self.node.call_later(VERDICT_LINGER_S, self.node.stop)
-            return
-        for worker in self._supervisor.assigned():
-            self._supervisor.kill(worker)
+        if verdict.code != 0:
+            self._end_workers()
         self.node.call_later(VERDICT_LINGER_S, self.node.stop)
 
     def on_evicted(self, view: View) -> None:
         text = f"the job went on without this node (view {view.epoch}: {view.reason}); its workers were ended"
-        for worker in self._supervisor.assigned():
-            self._supervisor.kill(worker)
+        self._end_workers()
         self.end(EXIT_REPLACE, text)
 
     # -- agent.supervisor.Listener
@@ -287,11 +283,10 @@ class Agent:
         lines = text.strip().splitlines()
         worker.failure = Failure(code if 0 < code < 256 else 1, lines[-1] if lines else "no reason given", innocent)
 
-    def _on_error(self, worker: WorkerProcess, epoch: int, text: str, training: bool) -> None:
+    def _on_error(self, worker: WorkerProcess, epoch: int, text: str) -> None:
         """A worker cannot go on in its round although nobody is known to be dead."""
-        if self._info is None or epoch != self._info.epoch or self._aborted_round >= epoch:
+        if self._info is None or epoch != self._info.epoch or self._round_is_over():
             return
-        del training  # whether a training group saw it; both end the round
         reason = f"rank {worker.rank}: {text}"
 
         def still_unexplained() -> None:
@@ -407,26 +402,29 @@ class Agent:
             return range(0)
         return range(self._place * self._job.num_workers, (self._place + 1) * self._job.num_workers)
 
+    def _round_is_over(self) -> bool:
+        """Whether the newest round has been aborted, and the next view is awaited."""
+        return self._info is not None and self._aborted_round >= self._info.epoch
+
     def _fill(self) -> None:
         """Give every rank of this node that no process holds to a spare, as far as spares are ready."""
         if self.verdict is not None or self._info is None:
             return
+        together = self._info.start != Start.IN_PLACE
+        if together and self._round_is_over() and not self._loop_reached:
+            return  # the next view decides how everybody begins
         for local_rank, rank in enumerate(self._my_ranks()):
             if self._supervisor.of_rank(rank) is not None:
                 continue
             spare = self._supervisor.spare()
             if spare is None:
                 return
-            together = self._info.start != Start.IN_PLACE
-            if together and self._aborted_round >= self._info.epoch and not self._loop_reached:
-                return  # the next view decides how everybody begins
-            self._assign(spare, rank, local_rank, together and self._aborted_round < self._info.epoch)
+            self._assign(spare, rank, local_rank, together and not self._round_is_over())
 
     def _assign(self, spare: WorkerProcess, rank: int, local_rank: int, fresh: bool) -> None:
         assert self._info is not None
         assert self._place is not None
         info, num_local = self._info, self._job.num_workers
-        usable = self._aborted_round < info.epoch
         spare.epoch = info.epoch
         environ = {
             "RANK": str(rank),
@@ -451,7 +449,7 @@ class Agent:
             "epoch": info.epoch,
             "fresh": fresh,
             "restore": fresh and info.start == Start.RESTART,
-            "round": info.pack() if usable else None,
+            "round": None if self._round_is_over() else info.pack(),
             "environ": environ,
             "script": self._job.script,
             "args": list(self._job.args),
@@ -463,7 +461,7 @@ class Agent:
 
     def _abort(self, round_: int, reason: str, *, tell_others: bool) -> None:
         """Free every worker of this round. Idempotent."""
-        if self._info is None or round_ != self._info.epoch or self._aborted_round >= round_:
+        if self._info is None or round_ != self._info.epoch or self._round_is_over():
             return
         self._aborted_round = round_
         self.events.emit("abort", f"round {round_} is over: {reason}", round=round_, reason=reason)
@@ -499,7 +497,7 @@ class Agent:
         """This node needs another round, whatever the others think of the present one."""
         assert self._info is not None
         self._wants_round = reason
-        if self._aborted_round >= self._info.epoch:
+        if self._round_is_over():
             self.node.propose(reason)
         self._abort(self._info.epoch, reason, tell_others=True)
 
@@ -512,6 +510,10 @@ class Agent:
             )
 
     # -- the end
+
+    def _end_workers(self) -> None:
+        for worker in self._supervisor.assigned():
+            self._supervisor.kill(worker)
 
     def _check_done(self) -> None:
         """Tell everybody when all of this node's ranks have finished, until there is a verdict."""

@@ -27,9 +27,8 @@ class WorkerContext:
     world_size: int
     fresh: bool  # this process starts connected, with everybody else; else alone
     restore: bool  # what it starts connected with resumes from the vaults
-    epoch: int  # the round it starts in; 0 when it starts alone
     joining: bool = False  # inside recover.join: an abort cuts the replication group as well
-    in_loop: bool = False  # errors matter to the agent only while the loop runs
+    in_loop: bool = False  # shipping errors matter to the agent only while the loop runs
     left_early: str = ""  # where a loop was left while its step was being discarded
 
     @property
@@ -55,7 +54,7 @@ class WorkerContext:
         def on_first_error(error: BaseException, epoch: int) -> None:
             registry.cut(epoch, replication=False)
             if not isinstance(error, RoundAborted):
-                self.link.send("error", epoch=epoch, text=_one_line(error), training=self.in_loop)
+                self.link.send("error", epoch=epoch, text=_one_line(error))
 
         def on_abort(epoch: int, reason: str) -> None:
             status.fail(RoundAborted(f"round {epoch} was aborted: {reason}"), epoch)

@@ -98,14 +98,11 @@ def _prepare(link: Link, assignment: dict[str, Any]) -> WorkerContext:
         world_size=world_size,
         fresh=assignment["fresh"],
         restore=assignment["restore"],
-        epoch=epoch,
     )
     channel = LinkStoreChannel(link)
-    stores: list[Store] = []  # torch keeps only the C++ half of a Python store alive
 
     def make_store(of_epoch: int) -> Store:
         store: Store = EpochStore(channel, of_epoch)
-        stores.append(store)
         return store
 
     def default_store() -> Store:
