@@ -175,17 +175,8 @@ def test_survivors_of_several_faults_keep_their_processes(start: Callable[..., R
 
 
 def test_node_lost_without_a_spare_ends_the_run_with_the_reason(tmp_path: Path, fork_server: dict[str, str]) -> None:
-    ports = free_ports(2)
-    nodes = [
-        launch(
-            tmp_path,
-            fork_server,
-            *("--nnodes", "2", "--nproc-per-node", "1", "--contacts", f"127.0.0.1:{ports[0]},127.0.0.1:{ports[1]}"),
-            *("--bind", f"127.0.0.1:{port}", "--name", f"node{index}", "--spare-wait", "1"),
-            *(TRAIN, "--steps", "100000", "--out", str(tmp_path / "out"), *SMALL),
-        )
-        for index, port in enumerate(ports)
-    ]
+    endless = (TRAIN, "--steps", "100000", "--out", str(tmp_path / "out"), *SMALL)
+    nodes = launch_two(tmp_path, fork_server, "--spare-wait", "1", *endless)
     deadline = time.monotonic() + DEADLINE_S
     while not list((tmp_path / "out").glob("positions-1.*")) and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -266,6 +257,16 @@ def launch(folder: Path, environ: dict[str, str], *args: str) -> subprocess.Pope
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def launch_two(folder: Path, environ: dict[str, str], *args: str) -> list[subprocess.Popen[str]]:
+    """Two training nodes of one worker each."""
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(2)]
+    common = ("--nnodes", "2", "--contacts", ",".join(addresses))
+    return [
+        launch(folder, environ, *common, "--bind", address, "--name", f"node{index}", *args)
+        for index, address in enumerate(addresses)
+    ]
 
 
 def script(folder: Path, body: str) -> str:
@@ -425,6 +426,9 @@ LOOP = """
 """
 
 
+TRAINING = TINY + "    p2pstate.init_process_group()\n" + LOOP
+
+
 def run_tiny(folder: Path, environ: dict[str, str], body: str, workers: int = 2) -> tuple[int, str, str]:
     """One node, ``workers`` ranks, plain script. Returns (exit code, standard error, what the script wrote to out)."""
     options = ("--nproc-per-node", str(workers), "--name", "n", "--give-up-after", "3")
@@ -480,11 +484,7 @@ def test_rank_killed_after_its_loop_does_not_leave_the_others_with_wrong_sums(
     tmp_path: Path, fork_server: dict[str, str]
 ) -> None:
     body = (
-        TINY
-        + """
-    p2pstate.init_process_group()
-    """
-        + LOOP
+        TRAINING
         + """
     for step, loss in state.run(train_step, steps=6):
         pass
@@ -503,11 +503,7 @@ def test_rank_killed_after_its_loop_does_not_leave_the_others_with_wrong_sums(
 
 def test_uneven_data_ends_at_one_step_on_all_ranks(tmp_path: Path, fork_server: dict[str, str]) -> None:
     body = (
-        TINY
-        + """
-    p2pstate.init_process_group()
-    """
-        + LOOP.replace("Data(10)", "Data(10 + 3 * rank)")
+        TRAINING.replace("Data(10)", "Data(10 + 3 * rank)")
         + """
     last = 0
     for step, loss in state.run(train_step):
@@ -522,11 +518,7 @@ def test_uneven_data_ends_at_one_step_on_all_ranks(tmp_path: Path, fork_server: 
 
 def test_second_loop_continues_with_the_next_pass_over_the_data(tmp_path: Path, fork_server: dict[str, str]) -> None:
     body = (
-        TINY
-        + """
-    p2pstate.init_process_group()
-    """
-        + LOOP
+        TRAINING
         + """
     steps = [step for _ in range(3) for step, loss in state.run(train_step)]
     assert steps == list(range(1, 31)), steps
@@ -538,11 +530,7 @@ def test_second_loop_continues_with_the_next_pass_over_the_data(tmp_path: Path, 
 
 def test_rank_killed_while_all_leave_by_break_starts_all_again(tmp_path: Path, fork_server: dict[str, str]) -> None:
     body = (
-        TINY
-        + """
-    p2pstate.init_process_group()
-    """
-        + LOOP
+        TRAINING
         + """
     for step, loss in state.run(train_step):
         if step == 6:
@@ -562,11 +550,7 @@ def test_rank_that_skips_its_optimizer_is_found_before_weights_diverge(
     tmp_path: Path, fork_server: dict[str, str]
 ) -> None:
     body = (
-        TINY
-        + """
-    p2pstate.init_process_group()
-    """
-        + LOOP.replace(
+        TRAINING.replace(
             "        optimizer.step()\n", "        if rank == 0 or state.committed_step < 3: optimizer.step()\n"
         )
         + """
@@ -602,11 +586,7 @@ def test_bit_flip_in_one_replica_is_reported_and_no_flip_is_not(
 ) -> None:
     """DDP ships no parameter; that the other node's copy is the same is compared at every version."""
     body = (
-        TINY
-        + """
-    p2pstate.init_process_group()
-    """
-        + LOOP
+        TRAINING
         + f"""
     for step, loss in state.run(train_step, steps=8):
         if {flip} and step == 4 and rank == 1:
@@ -614,16 +594,7 @@ def test_bit_flip_in_one_replica_is_reported_and_no_flip_is_not(
                 next(model.parameters()).view(torch.int32)[0, 0] ^= 1
     """
     )
-    ports = free_ports(2)
-    nodes = [
-        launch(
-            tmp_path,
-            fork_server,
-            *("--nnodes", "2", "--contacts", ",".join(f"127.0.0.1:{each}" for each in ports)),
-            *("--bind", f"127.0.0.1:{port}", "--name", f"node{index}", script(tmp_path, body)),
-        )
-        for index, port in enumerate(ports)
-    ]
+    nodes = launch_two(tmp_path, fork_server, script(tmp_path, body))
     stderr = "".join(node.communicate(timeout=DEADLINE_S)[1] for node in nodes)
     assert [node.returncode for node in nodes] == [0, 0], stderr
     assert ("SILENT CORRUPTION? rank" in stderr) == flip, stderr
