@@ -8,7 +8,6 @@ memory and scratch directory. Every wait here has a deadline.
 import contextlib
 import json
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ from typing import Any
 import psutil
 
 from namespaces import Namespaces
+from rendezvous.keys import make_key_file
 
 STOP_S = 10.0  # how long agents may take to end when asked
 MARK = "EXAMPLE_RUN_FOLDER"  # in the environment of every process of a run, to find those that are left
@@ -103,7 +103,7 @@ class Cluster:
         if self._namespaces is not None:
             hosts = self._namespaces.addresses
             key = folder / "run.key"
-            key.write_text(secrets.token_hex(32))
+            make_key_file(str(key))
             self._options += ["--key-file", str(key)]  # not on loopback: the control plane is encrypted
         self.nodes: dict[str, Node] = {}
         self._finished_at: float | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import ipaddress
 import os
 import signal
 import socket
@@ -17,8 +16,10 @@ from collections.abc import Sequence
 
 from p2pstate.agent.agent import Agent, Job
 from p2pstate.errors import EXIT_CONFIG
-from rendezvous.config import PRESETS, Config, split_endpoint
+from rendezvous.config import PRESETS, Config
+from rendezvous.keys import make_key_file, read_key_file
 from rendezvous.types import RendezvousError, Role
+from rendezvous.zmq_transport import check_exposure
 
 __all__ = ["main", "p2prun"]
 
@@ -52,8 +53,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     """``p2pstate``: tools around a run."""
     parser = argparse.ArgumentParser(prog="p2pstate", description="Tools for p2pstate runs; see also: p2prun --help")
     parser.add_argument("--version", action="version", version=f"p2pstate {importlib.metadata.version('p2pstate')}")
-    parser.parse_args(argv)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    keygen = commands.add_parser("keygen", help="make the secret that the nodes of a run share")
+    keygen.add_argument("file", metavar="FILE", help="a new file; an existing one is never overwritten")
+    options = parser.parse_args(argv)
+    if options.command == "keygen":
+        return _keygen(options.file)
     parser.print_help()
+    return 0
+
+
+def _keygen(path: str) -> int:
+    try:
+        make_key_file(path)
+    except FileExistsError:
+        print(f"p2pstate keygen: {path} exists and is not overwritten: a run may be using it", file=sys.stderr)
+        return 1
+    except OSError as error:
+        print(f"p2pstate keygen: {path} cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+    print(f"{path}: a new secret, readable by its owner only; copy it to every node and name it there (--key-file)")
     return 0
 
 
@@ -74,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     net.add_argument("--contacts", default="", metavar="LIST", help="host:port,... of nodes to ask; any one suffices")
     net.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="where this node listens")
     net.add_argument("--advertise", metavar="HOST:PORT", help="how others reach this node, if not at --bind")
-    net.add_argument("--key-file", metavar="FILE", help="file with the run's secret (hex); needed off loopback")
+    net.add_argument("--key-file", metavar="FILE", help="the run's secret (p2pstate keygen); needed off loopback")
     net.add_argument("--insecure", action="store_true", help="listen off loopback without a key")
     net.add_argument("--preset", choices=sorted(PRESETS), default="default", help="timeouts")
     node = parser.add_argument_group("this node")
@@ -125,16 +144,10 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         num_nodes_max=num_nodes,
         num_spares_expected=options.spares,
         preset=options.preset,
-        key=_read_key(options.key_file),
+        key=read_key_file(options.key_file) if options.key_file else None,
         insecure=options.insecure,
     )
-    host, _ = split_endpoint(config.bind, "--bind", any_port=True)
-    if config.key is None and not config.insecure and not _is_loopback(host):
-        raise ValueError(
-            f"--bind {options.bind} can be reached from other machines, and whoever reaches it without a key could "
-            "join or end the run: give every node the same --key-file (openssl rand -hex 32 > FILE; chmod 600 FILE) or "
-            "P2PSTATE_KEY, or pass --insecure in a network where everybody may"
-        )
+    check_exposure(config)
     job = Job(
         script=options.script,
         args=tuple(options.args),
@@ -149,23 +162,6 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         spare_wait_s=options.spare_wait,
     )
     return config, job
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
-def _read_key(path: str | None) -> bytes | None:
-    if path is None:
-        return None
-    try:
-        with open(path) as file:
-            return bytes.fromhex(file.read().strip())
-    except ValueError:
-        raise ValueError(f"--key-file {path}: the file must hold hexadecimal digits (openssl rand -hex 32)") from None
 
 
 if __name__ == "__main__":

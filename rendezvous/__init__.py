@@ -3,6 +3,7 @@
 Layout, from the top down (a file imports only what stands above it):
 plain.py           untrusted plain values, read with suspicion
 types.py           members, views, verdicts, what an application must answer
+keys.py            the job's secret and what is derived from it
 config.py          settings; every timeout from two numbers
 messages.py        what nodes say to each other
 wire.py            messages as bytes: tags, limits, encode, decode
@@ -16,7 +17,6 @@ agreement.py       one decision per epoch
 motives.py         why a new view is wanted, and whose turn it is
 joining.py         how members come to know each other
 core.py            all of it as step(event, now) -> effects
-keys.py            key material from one job secret
 discovery.py       where contacts come from
 transport.py       the network as one small interface
 zmq_transport.py   the real one

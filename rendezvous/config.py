@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rendezvous.keys import check_key, key_from_hex, read_key_file
 from rendezvous.plain import MAX_NAME_CHARS
 from rendezvous.types import Role
 
@@ -141,8 +142,8 @@ class Config:
                 raise ValueError(f"{what} is too small for a {self.role}")
         if self.first_view_last_call_s < 0:
             raise ValueError("first_view_last_call_s must not be negative")
-        if self.key is not None and len(self.key) < 16:
-            raise ValueError("key must have at least 16 bytes; make one with: openssl rand -hex 32")
+        if self.key is not None:
+            check_key(self.key, "key")
         Timing(self.probe_interval_s, self.failure_s)
 
     @property
@@ -155,10 +156,11 @@ class Config:
 
     @staticmethod
     def from_env(env: Mapping[str, str] | None = None, **arguments: Any) -> Config:
-        """`arguments` completed by P2PSTATE_RUN_ID, _NAME, _BIND, _ADVERTISE, _CONTACTS (commas), _KEY (hex) and
-        _PRESET.
+        """`arguments` completed by P2PSTATE_RUN_ID, _NAME, _BIND, _ADVERTISE, _CONTACTS (commas), _KEY (hex), _KEY_FILE
+        and _PRESET.
 
-        `preset` ("default" or "local") may also be an argument; probe_interval_s and failure_s win over it.
+        OSError if a key file cannot be read. `preset` ("default" or "local") may also be an argument; probe_interval_s
+        and failure_s win over it.
         """
         source = os.environ if env is None else env
         for name in ("run_id", "name", "bind", "advertise"):
@@ -167,11 +169,8 @@ class Config:
                 arguments[name] = text
         if arguments.get("contacts") is None and (listed := source.get(_ENV_PREFIX + "CONTACTS")) is not None:
             arguments["contacts"] = tuple(part.strip() for part in listed.split(",") if part.strip())
-        if arguments.get("key") is None and (secret := source.get(_ENV_PREFIX + "KEY")) is not None:
-            try:
-                arguments["key"] = bytes.fromhex(secret.strip())
-            except ValueError:
-                raise ValueError("P2PSTATE_KEY must be hexadecimal; make one with: openssl rand -hex 32") from None
+        if arguments.get("key") is None:
+            arguments["key"] = _key_from(source)
         preset = arguments.pop("preset", None) or source.get(_ENV_PREFIX + "PRESET", "default")
         if preset not in PRESETS:
             raise ValueError(f"preset must be one of {sorted(PRESETS)}, not {preset!r}")
@@ -183,6 +182,13 @@ class Config:
             variables = ", ".join(_ENV_PREFIX + name.upper() for name in missing)
             raise ValueError(f"{', '.join(missing)} must be given, as arguments or as {variables}")
         return Config(**arguments)
+
+
+def _key_from(source: Mapping[str, str]) -> bytes | None:
+    secret, path = source.get(_ENV_PREFIX + "KEY"), source.get(_ENV_PREFIX + "KEY_FILE")
+    if secret is not None:
+        return key_from_hex(secret, _ENV_PREFIX + "KEY")
+    return read_key_file(path) if path else None
 
 
 def split_endpoint(text: str, what: str, *, any_port: bool = False) -> tuple[str, int]:

@@ -1,7 +1,8 @@
-"""Key material: what both ends of every connection must share, derived from one job secret.
+"""Key material: the job's secret, and what both ends of every connection derive from it.
 
-Flows in: the job's secret and run id. Flows out: two CURVE key pairs. Invariants: the same inputs give the same keys on
-every node; without the secret neither can be made, so who connects with the derived client key knows the secret.
+Flows in: a key file, or a secret in text; a run id. Flows out: the secret, two CURVE key pairs. Invariants: the same
+inputs give the same keys on every node; without the secret neither can be made, so who connects with the derived
+client key knows the secret; no text made here contains a secret.
 Limits: a member that knows the secret can speak for every other; the secret authenticates the job, not the node.
 """
 
@@ -9,7 +10,50 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
+import secrets
+import stat
 from dataclasses import dataclass
+
+SECRET_BYTES = 32
+HOW_TO_MAKE_ONE = "make one with `p2pstate keygen FILE` (or `openssl rand -hex 32`)"
+_MAX_FILE_BYTES = 4096
+
+
+def make_key_file(path: str) -> None:
+    """A new secret in a new file that only its owner can read. OSError if it cannot be written or already exists."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w") as file:
+        os.fchmod(fd, 0o600)  # whatever the umask, and on file systems that ignore the mode of open
+        file.write(secrets.token_hex(SECRET_BYTES) + "\n")
+
+
+def read_key_file(path: str) -> bytes:
+    """The secret in `path`. OSError if it cannot be read; ValueError if everybody can, or it holds none."""
+    with open(path, encoding="ascii", errors="replace") as file:
+        mode = os.fstat(file.fileno()).st_mode
+        if stat.S_ISREG(mode) and mode & 0o007:
+            raise ValueError(
+                f"the key file {path} is open to every user of this host (mode {stat.S_IMODE(mode):o}): whoever can "
+                f"read it can join or end the run. Close it with `chmod 600 {path}` (in Kubernetes: defaultMode: 0400)"
+            )
+        return key_from_hex(file.read(_MAX_FILE_BYTES), f"the key file {path}")
+
+
+def key_from_hex(text: str, what: str) -> bytes:
+    """ValueError, naming `what` and not the text, unless the text is hexadecimal and long enough."""
+    try:
+        key = bytes.fromhex(text.strip())
+    except ValueError:
+        raise ValueError(f"{what} must be hexadecimal; {HOW_TO_MAKE_ONE}") from None
+    check_key(key, what)
+    return key
+
+
+def check_key(key: bytes, what: str) -> None:
+    """ValueError, naming `what`, for a secret that can be guessed by trying."""
+    if len(key) < 16:
+        raise ValueError(f"{what} must have at least 16 bytes; {HOW_TO_MAKE_ONE}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ import zmq.utils.z85
 
 from rendezvous.config import Config, split_endpoint
 from rendezvous.discovery import own_address
-from rendezvous.keys import derive_keys
+from rendezvous.keys import HOW_TO_MAKE_ONE, derive_keys
 from rendezvous.transport import Incoming
 from rendezvous.types import RendezvousError, join_address, split_address
 from rendezvous.wire import MAX_MESSAGE_BYTES
@@ -68,8 +68,8 @@ def check_exposure(config: Config) -> None:
     if config.key is None and not loopback and not config.insecure:
         raise ValueError(
             f"bind {config.bind!r} can be reached from other hosts and no key is set: whoever reaches it could join or "
-            "end the run. Set one key on all nodes (P2PSTATE_KEY, made with `openssl rand -hex 32`), or insecure=True "
-            "in a network where everybody may"
+            f"end the run. Give every node the same key, {HOW_TO_MAKE_ONE} and name it with P2PSTATE_KEY_FILE or "
+            "--key-file; or say that everybody in this network may (--insecure, insecure=True)"
         )
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from rendezvous.config import PRESETS, Config, Timing
+from rendezvous.keys import make_key_file
 from rendezvous.types import Role
 
 GOOD: dict[str, Any] = {"run_id": "run", "name": "a", "bind": "127.0.0.1:0"}
@@ -96,3 +98,11 @@ def test_environment_that_cannot_work_is_refused(env: dict[str, str], arguments:
 def test_max_size_counts_everybody_who_is_expected() -> None:
     config = Config(**GOOD, num_nodes_max=4, num_spares_expected=2, num_witnesses_expected=1)
     assert config.max_size == 7
+
+
+def test_key_file_is_read_where_no_key_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "run.key"
+    make_key_file(str(path))
+    found = Config.from_env({"P2PSTATE_KEY_FILE": str(path)}, **GOOD).key
+    assert found == bytes.fromhex(path.read_text())
+    assert Config.from_env({"P2PSTATE_KEY_FILE": str(path), "P2PSTATE_KEY": "ab" * 32}, **GOOD).key == b"\xab" * 32
