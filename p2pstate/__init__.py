@@ -11,7 +11,6 @@ Layout, from the top down (a file imports only what stands above it):
     plan_recovery.py        pure: inventories -> what everybody resumes
     redundancy.py           pure: who writes what all ranks hold alike
     stats.py                what protection costs
-    channel.py              framed messages between processes of one node
     slots.py                the memory of one part of one version
     vault.py                all slots of a node
     state/errors.py         state/: live objects <-> named leaves <-> bytes

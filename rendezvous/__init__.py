@@ -1,6 +1,7 @@
 """Rendezvous without a root: contacts and packets in, views and an epoch's store out.
 
 Layout, from the top down (a file imports only what stands above it):
+channel.py         framed messages between processes of one host
 plain.py           untrusted plain values, read with suspicion
 types.py           members, views, verdicts, what an application must answer
 keys.py            the job's secret and what is derived from it

@@ -23,10 +23,10 @@ from typing import Any
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.output import Writer
 from p2pstate.agent.supervisor import Failure, Phase, Supervisor, WorkerProcess, describe_status
-from p2pstate.channel import Message
 from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY, EXIT_STATE_LOST
 from p2pstate.types import Part, RoundInfo, Start, Worker
 from p2pstate.vault import Vault, VaultFull
+from rendezvous.channel import Message
 from rendezvous.config import Config
 from rendezvous.node import Node, Timer
 from rendezvous.types import Change, Member, MemberChange, MemberKey, StoreReply, Verdict, View, split_address

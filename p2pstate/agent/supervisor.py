@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from p2pstate.agent.output import Writer
-from p2pstate.channel import Channel, ChannelClosed, Message
+from rendezvous.channel import Channel, ChannelClosed, Message
 from rendezvous.node import Node
 
 __all__ = ["Failure", "Listener", "Phase", "Supervisor", "WorkerProcess", "describe_status"]

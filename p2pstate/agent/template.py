@@ -26,7 +26,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from p2pstate.channel import Channel, ChannelClosed
+from rendezvous.channel import Channel, ChannelClosed
 
 __all__ = ["die_with_parent", "kill_session", "main", "preload"]
 

@@ -14,9 +14,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2pstate.channel import Channel, ChannelClosed
 from p2pstate.errors import EXIT_REPLACE, Retryable
 from p2pstate.types import Part, RoundInfo, SlotRecord
+from rendezvous.channel import Channel, ChannelClosed
 from rendezvous.types import StoreReply
 
 __all__ = ["Link", "RoundAborted"]

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import HashStore, Store
 
-from p2pstate.channel import Channel
 from p2pstate.errors import EXIT_CONFIG, ConfigError
 from p2pstate.groups.install import install
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.worker.context import WorkerContext, enter
 from p2pstate.worker.link import Link
+from rendezvous.channel import Channel
 from rendezvous.store import EpochStore, raise_or_return
 
 __all__ = ["worker_main"]

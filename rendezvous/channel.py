@@ -1,9 +1,9 @@
 """Framed messages, with file descriptors, over one Unix stream socket.
 
 In: MessagePack-able dictionaries (key ``"t"`` names the kind) and, beside them, file descriptors. Out: the same at the
-other end, in order. Used between an agent, its template process and its workers: always two processes of one user on
-one host, connected by a socket pair that the agent made. A frame is ``length (4 bytes) | number of descriptors (1) |
-MessagePack``.
+other end, in order. Used between an agent and the processes of its node: always two processes of one user on one host,
+connected by a socket pair or a Unix socket that checks the user. A frame is ``length (4 bytes) | number of descriptors
+(1) | MessagePack``.
 
 Invariants: messages are never reordered or torn; descriptors arrive with the message that carries them; a peer that
 does not read cannot block a non-blocking channel (its messages queue up to ``MAX_QUEUED_BYTES``, then

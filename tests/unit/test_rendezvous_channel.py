@@ -13,8 +13,8 @@ from typing import Any
 import msgpack
 import pytest
 
-from p2pstate import channel as channel_module
-from p2pstate.channel import MAX_FRAME_BYTES, Channel, ChannelClosed
+from rendezvous import channel as channel_module
+from rendezvous.channel import MAX_FRAME_BYTES, Channel, ChannelClosed
 
 DEADLINE_S = 30.0  # only a hang takes this long
 
