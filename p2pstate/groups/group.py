@@ -26,6 +26,21 @@ __all__ = ["P2PGroup"]
 
 Echo = Callable[[int, Sequence[Any]], Any]
 
+# What gloo's handles wait for to the very end, whatever deadline ``wait`` is given: transfers between two ranks, and
+# reductions that are scattered, which are put together from several operations.
+STUBBORN = frozenset(
+    {
+        "send",
+        "recv",
+        "recv_anysource",
+        "reduce_scatter",
+        "_reduce_scatter_base",
+        "reduce_scatter_single",
+        "reduce_scatter_tensor_coalesced",
+        "reduce_scatter_single_coalesced",
+    }
+)
+
 
 class P2PGroup(ProcessGroup):
     """One group of ``members`` (global ranks), identified in every round by ``key``."""
@@ -65,8 +80,8 @@ class P2PGroup(ProcessGroup):
                 self._status.fail(error, inner.epoch)
             else:
                 value = values[0] if values else None
-                pair = name in ("send", "recv", "recv_anysource")
-                return GuardedWork(work, self._status, inner.epoch, lambda: echoed(self._rank, values), value, pair)
+                stubborn = name in STUBBORN
+                return GuardedWork(work, self._status, inner.epoch, lambda: echoed(self._rank, values), value, stubborn)
         self._status.raise_if_loud()
         with torch.no_grad():
             return EchoWork(echoed(self._rank, values))

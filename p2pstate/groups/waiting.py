@@ -6,14 +6,19 @@ In: a blocking call, or a handle of a collective, and a question ("is this round
 Cutting sockets frees most blocked operations within milliseconds, but not all: a receive whose peer died in the middle
 of a message stays blocked until gloo's own timeout, its connection being closed already. Such a wait is left behind.
 Its thread ends at the timeout; it cannot receive anything any more, because every connection of the round has been cut.
+
+Invariants: no wait lasts longer than ``ABANDON_AFTER_S`` past the end of its round; threads that lend themselves to a
+call are used again once it has ended, and keep nothing of it alive.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from p2pstate.errors import Retryable
@@ -30,30 +35,67 @@ class Abandoned(Retryable):
     """The round ended while something waited on its connections."""
 
 
-def call(function: Callable[[], T], is_over: Callable[[], bool], what: str) -> T:
-    """Run ``function`` on a thread of its own; raises what it raises, or Abandoned once the round is over."""
-    done = threading.Event()
-    result: list[T] = []
-    errors: list[BaseException] = []
+class _Call:
+    """One function that a lent thread runs, and what came of it."""
 
-    def run() -> None:
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self.function = function
+        self.result: Any = None
+        self.error: BaseException | None = None
+        self.running = threading.Lock()
+        self.running.acquire()
+
+    def run(self) -> None:
         try:
-            result.append(function())
+            self.result = self.function()
         except BaseException as error:
-            errors.append(error)
+            self.error = error
         finally:
-            done.set()
+            self.running.release()
 
-    threading.Thread(target=run, name=f"p2pstate-{what}", daemon=True).start()
+
+class _Lender:
+    """A thread that runs one call after another, and offers itself again after each."""
+
+    def __init__(self) -> None:
+        self.calls: SimpleQueue[_Call] = SimpleQueue()
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while True:
+            _run_and_forget(self.calls)
+            _idle.append(self)
+
+
+def _run_and_forget(calls: SimpleQueue[_Call]) -> None:
+    """In a frame of its own, so that an idle thread holds no tensor of the call before."""
+    calls.get().run()
+
+
+_idle: list[_Lender] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a child has none of these threads
+
+
+def call(function: Callable[[], T], is_over: Callable[[], bool], what: str) -> T:
+    """Run ``function`` on another thread; raises what it raises, or Abandoned once the round is over."""
+    try:
+        lender = _idle.pop()
+    except IndexError:
+        lender = _Lender()
+    lender.thread.name = f"p2pstate-{what}"
+    running = _Call(function)
+    lender.calls.put(running)
     over_since: float | None = None
-    while not done.wait(POLL_S):
+    while not running.running.acquire(timeout=POLL_S):
         if is_over():
             over_since = over_since or time.monotonic()
             if time.monotonic() - over_since > ABANDON_AFTER_S:
                 raise Abandoned(f"{what} was given up: the round is over")
-    if errors:
-        raise errors[0]
-    return result[0]
+    if running.error is not None:
+        raise running.error
+    result: T = running.result
+    return result
 
 
 def wait_collective(work: Any, is_over: Callable[[], bool], timeout: timedelta | None = None) -> None:

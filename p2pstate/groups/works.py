@@ -62,13 +62,15 @@ class EchoWork(Work):
 class GuardedWork(Work):
     """Forwards to ``work``; an error goes to the process's status, ``echo`` then fills the outputs.
 
-    ``pair``: a send or receive, whose waits gloo does not let us cut into slices.
+    ``stubborn``: the handle does not honour the deadline of a wait, which can therefore not be cut into slices.
     """
 
-    def __init__(self, work: Any, status: Status, epoch: int, echo: Callable[[], Any], value: Any, pair: bool) -> None:
+    def __init__(
+        self, work: Any, status: Status, epoch: int, echo: Callable[[], Any], value: Any, stubborn: bool
+    ) -> None:
         super().__init__()
         self._work, self._status, self._epoch, self._echo, self._value = work, status, epoch, echo, value
-        self._pair = pair
+        self._stubborn = stubborn
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()
 
@@ -76,9 +78,9 @@ class GuardedWork(Work):
         if not timeout:  # C++ callers say "no timeout" with zero
             timeout = None
         try:
-            if self._pair:
+            if self._stubborn:
                 work, args = self._work, () if timeout is None else (timeout,)
-                call(lambda: work.wait(*args), self._is_over, "send or receive")
+                call(lambda: work.wait(*args), self._is_over, "waiting")
             else:
                 wait_collective(self._work, self._is_over, timeout)
         except Exception as error:

@@ -6,6 +6,7 @@ What installs the backend runs in a process of its own (see groups_in_processes.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from p2pstate.errors import ConfigError
 from p2pstate.groups import status as status_module
+from p2pstate.groups import waiting
 from p2pstate.groups.group import P2PGroup
 from p2pstate.groups.install import install, installed
 from p2pstate.groups.registry import Registry
@@ -579,3 +581,63 @@ def test_swapped_group_reduces_again_under_a_model_that_was_not_rebuilt(tmp_path
         alone = [[(rank + 1) / 2] * 2] * 2  # DDP divides by two ranks, and echoes keep its own part
         assert found["alone"] == found["before connect"] == alone
         assert found["error"] is None
+
+
+def give_up(_line: Any, rank: int, num_ranks: int, folder: str) -> list[str]:
+    """Rank 0 calls every collective while rank 1, alive and connected, takes part in none; then an error is recorded,
+    but no connection is cut. Returns those that were waited for longer than an error takes."""
+    from groups_in_processes import registry_of
+
+    status = Status()
+    registry = registry_of(rank, num_ranks, folder, status)
+    status.on_first_error = lambda error, epoch: None
+    waiting.ABANDON_AFTER_S = 0.0
+    patient = []
+    for epoch, (name, arguments) in enumerate(collectives(num_ranks).items(), 1):
+        built = registry.build(epoch, own_only=True)
+        if rank > 0:
+            continue
+        group = P2PGroup("all", tuple(range(num_ranks)), rank, TIMEOUT, status)
+        group.attach(built["gate"])
+        status.connect(epoch)
+        work = getattr(group, name)(*arguments)
+        threading.Timer(0.05, status.fail, [RuntimeError("rank 1 died")]).start()
+        began = time.monotonic()
+        work.wait()
+        if time.monotonic() - began > TIMEOUT.total_seconds() / 3:
+            patient.append(name)
+    assert registry.make_store is not None
+    store = registry.make_store(0)
+    if rank == 0:
+        store.set("done", "")
+    store.wait(["done"], timedelta(seconds=60))
+    return patient
+
+
+def collectives(num_ranks: int) -> dict[str, tuple[Any, ...]]:
+    """Arguments for one call of each, as rank 0 makes it."""
+    one, all_ = [torch.ones(2)], torch.ones(2 * num_ranks)
+    many = [torch.ones(2) for _ in range(num_ranks)]
+    return {
+        "allreduce": (one,),
+        "allreduce_coalesced": (one,),
+        "broadcast": (one,),
+        "reduce": (one,),
+        "barrier": (),
+        "allgather": ([many], one),
+        "allgather_coalesced": ([one for _ in range(num_ranks)], one),
+        "gather": ([many], one),
+        "_allgather_base": (all_, *one),
+        "allgather_into_tensor_coalesced": ([all_], one),
+        "reduce_scatter": (one, [many]),
+        "_reduce_scatter_base": (*one, all_),
+        "reduce_scatter_tensor_coalesced": (one, [all_]),
+        "alltoall": (many, [tensor.clone() for tensor in many]),
+        "alltoall_base": (all_, all_.clone(), [], []),
+        "recv": (one, 1, 0),
+        "recv_anysource": (one, 0),
+    }
+
+
+def test_group_collectives_whose_peer_does_not_come_are_all_given_up_after_an_error(tmp_path: Any) -> None:
+    assert run_ranks(give_up, tmp_path, 2)[0] == []

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
+import time
+import weakref
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -40,9 +44,43 @@ def test_call_returns_what_the_function_returns() -> None:
     assert call(lambda: 7, never, "counting") == 7
 
 
-def test_call_runs_on_a_named_thread_of_its_own() -> None:
+def test_call_runs_on_another_thread_with_a_name() -> None:
     name = call(lambda: threading.current_thread().name, never, "counting")
     assert name == "p2pstate-counting"
+
+
+def test_call_after_call_uses_the_same_thread() -> None:
+    assert len({call(threading.get_ident, never, "counting") for _ in range(20)}) <= 2
+
+
+def test_call_that_has_ended_keeps_nothing_alive() -> None:
+    class Thing:
+        pass
+
+    thing = Thing()
+    gone = weakref.ref(thing)
+    call(lambda kept=thing: None, never, "keeping")  # type: ignore[misc]
+    del thing
+    for _ in range(1000):
+        if gone() is None:
+            break
+        time.sleep(0.005)
+    assert gone() is None
+
+
+def test_call_in_a_forked_child_has_threads_of_its_own() -> None:
+    call(lambda: None, never, "before")
+    pid = os.fork()
+    if pid == 0:
+        os._exit(call(lambda: 7, never, "child"))
+    deadline = time.monotonic() + 30.0
+    while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    if ended == (0, 0):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        pytest.fail("the child waits for a thread that it does not have")
+    assert os.waitstatus_to_exitcode(ended[1]) == 7
 
 
 class Oops(BaseException):
