@@ -37,6 +37,8 @@ def train(folder: Path, parallelism: str, seed: int | None, environ: dict[str, s
         places: list[str] = []
         spares: list[str] = []
         newest = 0
+        protected_from = 0  # a node may die once a version newer than this one is in two places again
+        protected = False
         next_at = time.monotonic() + 4 + chance.uniform(0, 0.5) if seed is not None else float("inf")
         deadline = time.monotonic() + DEADLINE_S
         while cluster.running():
@@ -48,9 +50,11 @@ def train(folder: Path, parallelism: str, seed: int | None, environ: dict[str, s
                     places, spares = event["places"], event["spares"]
                 elif event["event"] == "step":
                     newest = max(newest, event["step"])
+                    protected = protected or (event["protected"] or 0) > protected_from
             if time.monotonic() >= next_at and newest < NUM_STEPS - 15 and len(injected) < NUM_FAULTS:
                 victim = chance.choice(["worker", "worker", "pair", "node"])
-                if victim == "node" and spares and len(cluster.running()) > 2:
+                if victim == "node" and protected and spares and len(cluster.running()) > 2:
+                    protected_from, protected = newest + 2, False  # two may be on their way here
                     name = chance.choice(places)
                     cluster.kill_node(name)
                     cluster.add_node()
