@@ -43,6 +43,10 @@ Layout, from the top down (a file imports only what stands above it):
     gradients.py            forgetting a discarded step
     protection.py           what is captured when, and kept
     recover.py              a round -> the same version everywhere
+    rounds.py               from one round to the next
+    block.py                one block, as the user sees it
+    stepping.py             when optimizers step
+    feed.py                 the batches
     steps.py                the loop
     replicator.py           the public object
     worker/main.py          from fork to exit

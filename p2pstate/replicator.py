@@ -12,12 +12,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from p2pstate.block import StepBlock
 from p2pstate.errors import ConfigError
+from p2pstate.feed import LoopPosition
 from p2pstate.groups.group import P2PGroup
 from p2pstate.protection import Protection
 from p2pstate.state import TrainingState
 from p2pstate.stats import ProtectionStats
-from p2pstate.steps import Loop, LoopPosition, StepBlock
+from p2pstate.steps import Loop
 from p2pstate.worker.context import current
 
 __all__ = ["Replicator"]
@@ -111,7 +113,7 @@ class Replicator:
         False for a discarded step and for a rehearsal. ``step.again``: this process had committed it before.
         """
         frame = sys._getframe(1)
-        return StepBlock(self._loop, f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return self._loop.block(f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
     @property
     def rehearsing(self) -> bool:

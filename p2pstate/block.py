@@ -1,0 +1,38 @@
+"""One block of the training loop: what ``with state.step() as step`` binds.
+
+In: where the user wrote it. Out: what became of it, for the code after it. The owner (see steps.py) does all the work.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol
+
+from p2pstate.groups.gate import Ballot
+
+__all__ = ["StepBlock"]
+
+
+class _Owner(Protocol):
+    def enter(self, block: StepBlock) -> None: ...
+    def leave(self, block: StepBlock, error: BaseException | None) -> bool: ...
+
+
+class StepBlock:
+    """``number`` counts from 1; ``where`` names the user's line."""
+
+    def __init__(self, owner: _Owner, number: int, where: str) -> None:
+        self._owner = owner
+        self.where = where
+        self.number = number
+        self.committed = False
+        self.again = False  # committed before in this process, and done again after a fault
+        self.boundary = False  # a loss scaler was asked to step
+        self.voted: Ballot | None = None
+
+    def __enter__(self) -> StepBlock:
+        self._owner.enter(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> bool:
+        return self._owner.leave(self, error)

@@ -1,0 +1,64 @@
+"""The batches of one rank, and where in them it is.
+
+In: the user's data, or none. Out: the arguments of one block at a time; after a restore the same batches again, from
+the restored position.
+
+Invariants: whether the data was being iterated is part of the captured state; continuing draws no random number that
+the undisturbed run does not draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from p2pstate.state import rng as random_streams
+
+__all__ = ["Feed", "LoopPosition"]
+
+
+class LoopPosition:
+    """Part of the captured state: whether the data was being iterated, that is, whether ``iter(data)`` is behind us."""
+
+    def __init__(self) -> None:
+        self.iterating = False
+
+    def state_dict(self) -> dict[str, bool]:
+        return {"iterating": self.iterating}
+
+    def load_state_dict(self, state: dict[str, bool]) -> None:
+        self.iterating = state["iterating"]
+
+
+class Feed:
+    def __init__(self, data: Any, position: LoopPosition) -> None:
+        self._data = data
+        self._position = position
+        self._iterator: Iterator[Any] | None = None
+
+    def next(self) -> tuple[Any, ...]:
+        """The next batch, as arguments of train_step. Raises StopIteration when the data ends."""
+        if self._data is None:
+            return ()
+        if self._iterator is None:
+            self._iterator = iter(self._data)
+            self._position.iterating = True
+        return (next(self._iterator),)
+
+    def ended(self) -> None:
+        """The data ended here: the next batch begins a new pass over it."""
+        self._iterator = None
+        self._position.iterating = False
+
+    def drop(self) -> None:
+        """The state is about to be replaced: nothing of the current pass is used any more."""
+        self._iterator = None
+
+    def resume(self) -> None:
+        """After a restore: iterate again, at the restored position. Some loaders draw a seed when they are asked to
+        iterate; the undisturbed run has drawn it before, so the random streams are put back."""
+        self._iterator = None
+        if self._data is not None and self._position.iterating:
+            streams = random_streams.capture()
+            self._iterator = iter(self._data)
+            random_streams.restore(streams)

@@ -1,0 +1,112 @@
+"""From one round to the next: a worker joins whatever round can be joined, until one has been.
+
+In: what this rank says of itself, the rounds that the agent announces. Out: this process connected, and its state at
+the version that everybody resumes.
+
+Invariants: shipping has stopped and all connections are released before a round is waited for; a round that fails
+leaves nothing behind, and the next one is tried; the process's collectives echo until the round has been joined.
+"""
+
+from __future__ import annotations
+
+import time
+
+from p2pstate.groups.registry import REGISTRY
+from p2pstate.groups.status import STATUS
+from p2pstate.plan_recovery import RankReport
+from p2pstate.protection import Protection
+from p2pstate.recover import ROUND_FAILED, Joined, LostError, MustStartOver, Phases, join
+from p2pstate.state import TrainingState
+from p2pstate.types import RoundInfo, Start
+from p2pstate.worker.context import WorkerContext
+from p2pstate.worker.link import RoundAborted
+
+__all__ = ["Rounds"]
+
+
+class Rounds:
+    """``epoch``: the newest round that this process joined or tried to join; 0 before the first."""
+
+    def __init__(
+        self, context: WorkerContext, state: TrainingState, protection: Protection, recovery_timeout_s: float
+    ) -> None:
+        self._context = context
+        self._link = context.link
+        self._state = state
+        self._protection = protection
+        self._recovery_timeout_s = recovery_timeout_s
+        self.epoch = 0
+
+    def connect(self) -> None:
+        """The first round, with everybody else: connect the groups for votes and shipping."""
+        self.epoch = STATUS.epoch
+        try:
+            REGISTRY.attach(REGISTRY.build(self.epoch, own_only=True))
+        except ROUND_FAILED as error:
+            STATUS.fail(error)
+
+    def recover(self, report: RankReport, failed_step: int) -> Joined:
+        """Join the next round that can be joined, whatever it takes; returns with the state of its version."""
+        phases = Phases()
+        error_at = STATUS.error_at
+        if error_at is not None:
+            phases.seconds["abort"] = time.monotonic() - error_at
+            self._link.send("event", kind="discarded", step=failed_step, error=str(STATUS.error)[:300])
+        joined = self._join_some_round(report, phases)
+        STATUS.connect(self.epoch)
+        if self._link.is_aborted(self.epoch):
+            STATUS.fail(RoundAborted(self._link.abort_reason), self.epoch)
+        self._link.send(
+            "event",
+            kind="recovery",
+            epoch=self.epoch,
+            phases=phases.seconds,
+            error_t=time.time() - (time.monotonic() - error_at) if error_at is not None else None,
+            source=joined.source,
+            bytes=joined.num_bytes,
+            version=list(joined.version),
+            steps_lost=joined.steps_lost,
+            steps_skipped=self._protection.num_skipped_in_a_row,
+            reason=joined.reason,
+        )
+        self._protection.resumed(joined.keep)
+        return joined
+
+    def _join_some_round(self, report: RankReport, phases: Phases) -> Joined:
+        if report.newcomer and self._context.restore and STATUS.error is None:
+            # Everybody started this round connected: join it over the connections there are.
+            info = self._link.wait_round(self.epoch - 1)
+            joined = self._try_to_join(info, report, phases, connected=True)
+            if joined is not None:
+                return joined
+        while True:
+            with phases.phase("quiesce"):
+                self._protection.quiesce(self.epoch)
+                REGISTRY.release()
+            with phases.phase("view"):
+                info = self._link.wait_round(self.epoch)
+            self.epoch = info.epoch
+            if info.start != Start.IN_PLACE:
+                continue  # all workers are being replaced, this one as well
+            joined = self._try_to_join(info, report, phases, connected=False)
+            if joined is not None:
+                return joined
+
+    def _try_to_join(self, info: RoundInfo, report: RankReport, phases: Phases, *, connected: bool) -> Joined | None:
+        link, context = self._link, self._context
+        context.joining = True
+        try:
+            joined = join(info, link, REGISTRY, self._state, report, phases, self._recovery_timeout_s, connected)
+        except MustStartOver as error:
+            link.send("start_over", epoch=info.epoch, start=error.decision.start, reason=error.decision.reason)
+        except LostError as error:
+            link.send("state_lost", epoch=info.epoch, reason=str(error))
+        except ROUND_FAILED as error:
+            if not link.is_aborted(info.epoch):
+                link.send("error", epoch=info.epoch, text=f"joining failed: {error}")
+        else:
+            link.send("resumed", epoch=info.epoch, version=list(joined.version))
+            return joined
+        finally:
+            context.joining = False
+        return None
