@@ -54,6 +54,11 @@ Layout, from the top down (a file imports only what stands above it):
     agent/events.py         what happened, as JSON lines
     agent/template.py       the process workers are forked from
     agent/supervisor.py     the node's workers
+    agent/job.py            what a node's workers run
+    agent/budget.py         pure: how often a run may fail
+    agent/rounds.py         pure: how a round begins
+    agent/sentences.py      what a person reads
+    agent/requests.py       what workers ask of their agent
     agent/agent.py          rendezvous, vault and workers together
     cli.py                  p2prun, p2pstate
 End of layout.

@@ -14,7 +14,8 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from p2pstate.agent.agent import Agent, Job
+from p2pstate.agent.agent import Agent
+from p2pstate.agent.job import Job
 from p2pstate.errors import EXIT_CONFIG
 from rendezvous.config import PRESETS, Config
 from rendezvous.keys import make_key_file, read_key_file

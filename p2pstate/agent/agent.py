@@ -13,47 +13,33 @@ a verdict (finished, failed for good, or this node's own end), and then no proce
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+from p2pstate.agent.budget import Budget
 from p2pstate.agent.events import EventLog
+from p2pstate.agent.job import Job
 from p2pstate.agent.output import Writer
+from p2pstate.agent.requests import Requests
+from p2pstate.agent.rounds import assignment, decide_start, progress_of, ranks_of, round_info
+from p2pstate.agent.sentences import Sentences
 from p2pstate.agent.supervisor import Failure, Phase, Supervisor, WorkerProcess, describe_status
 from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY, EXIT_STATE_LOST
-from p2pstate.types import Part, RoundInfo, Start, Worker
-from p2pstate.vault import Vault, VaultFull
+from p2pstate.types import RoundInfo, Start
+from p2pstate.vault import Vault
 from rendezvous.channel import Message
 from rendezvous.config import Config
 from rendezvous.node import Node, Timer
-from rendezvous.types import Change, Member, MemberChange, MemberKey, StoreReply, Verdict, View, split_address
+from rendezvous.types import Change, Member, MemberChange, MemberKey, Verdict, View
 
-__all__ = ["Agent", "Job"]
+__all__ = ["Agent"]
 
 ERROR_GRACE_S = 1.0  # an error without a death: give the detector of deaths the first word
 VERDICT_LINGER_S = 0.7
 DONE_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What the node's workers run."""
-
-    script: str
-    args: tuple[str, ...]
-    module: bool
-    num_workers: int
-    run_dir: str | None
-    quiet: bool
-    max_restarts: int
-    max_rounds_without_progress: int
-    give_up_s: float
-    join_timeout_s: float
-    spare_wait_s: float
 
 
 class Agent:
@@ -77,15 +63,13 @@ class Agent:
         self._start_over = ""  # types.Start that a worker's plan asks for
         self._aborted_round = 0
         self._lineage: dict[int, list[int]] = {}
+        self._requests = Requests(self.node, self._supervisor, self._vault, self._lineage)
         self._done_places: dict[int, set[int]] = {}  # round -> places whose workers have all finished
         self._known_step = -1  # newest committed step that any member has told of
-        self._step_at_round = -1
-        self._rounds_without_progress = 0
-        self._progress_at = time.monotonic()  # when the first of those rounds began
+        self._budget = Budget(job)
         self._some_finished = False  # a rank of this node has finished its script in this round
         self._loop_reached = False  # some rank of this node has trained since everybody started together
-        self._num_restarts = 0
-        self._differing: set[str] = set()  # parts whose replicas were reported to differ
+        self._sentences = Sentences()
         self._early_deaths = 0
         self._waiting_timer: Timer | None = None
         self._waiting_reason = ""
@@ -141,23 +125,13 @@ class Agent:
     def decide(
         self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
     ) -> tuple[bool, dict[str, Any]]:
-        asked = {str(ballot.get("start_over", "")) for ballot in ballots.values()}
-        step = max([int(ballot.get("step", -1)) for ballot in ballots.values()] + [_progress_of(previous)])
-        if previous is None or Start.FRESH in asked:
-            start = Start.FRESH
-        elif Start.RESTART in asked or any(ballot.get("outside") for ballot in ballots.values()):
-            has_state = step > 0 or any(ballot.get("has_state") for ballot in ballots.values())
-            start = Start.RESTART if has_state else Start.FRESH
-        else:
-            start = Start.IN_PLACE
-        wanted = any(ballot.get("wants_round") for ballot in ballots.values())
-        return wanted, {"start": start, "progress": step}
+        return decide_start(previous, ballots.values())
 
     def on_view(self, view: View) -> None:
         self._cancel_waiting()
         self._view = view
         self._place = view.place_of(self.node.key)
-        self._known_step = max(self._known_step, _progress_of(view))
+        self._known_step = max(self._known_step, progress_of(view))
         start = str(view.data.get("start", Start.IN_PLACE))
         places, spares = [m.name for m in view.places], [m.name for m in view.spares]
         new_round = self._info is None or view.round != self._info.epoch
@@ -223,7 +197,7 @@ class Agent:
 
     def on_worker_message(self, worker: WorkerProcess, message: Message) -> None:
         kind = message.pop("t")
-        handler = getattr(self, f"_on_{kind}", None)
+        handler = self._requests.handlers.get(kind) or getattr(self, f"_on_{kind}", None)
         try:
             if handler is None:
                 raise ValueError(f"unknown message {kind!r}")
@@ -311,72 +285,25 @@ class Agent:
         self.events.emit("step", rank=worker.rank, step=step, seconds=seconds, protected=protected, loss=loss)
 
     def _on_event(self, worker: WorkerProcess, kind: str, **fields: Any) -> None:
-        sentence = ""
-        if kind == "replicas_differ":
-            if fields["part"] in self._differing:
-                return
-            self._differing.add(fields["part"])
-            sentence = (
-                f"SILENT CORRUPTION? rank {worker.rank} and rank {fields['other']} do not hold the same bytes "
-                f"any more in {fields['part']}, first seen at step {fields['version'][1]}"
-            )
-        elif kind == "recovery":
-            sentence = (
-                f"rank {worker.rank} resumed step {fields['version'][1]} from {fields['source']}"
-                f" ({fields['steps_lost']} steps lost)"
-            )
-        self.events.emit(kind, sentence, rank=worker.rank, **fields)
-
-    def _on_store(
-        self, worker: WorkerProcess, id: int, epoch: int, op: str, args: list[Any], deadline_s: float
-    ) -> None:
-        def reply(answer: StoreReply) -> None:
-            fields = {"ok": answer.ok, "value": answer.value, "error": answer.error, "ended": answer.ended}
-            self._supervisor.tell(worker, {"t": "reply", "id": id, "timed_out": answer.timed_out, **fields})
-
-        self.node.store_request(epoch, op, args, deadline_s, reply)
-
-    def _on_allocate(self, worker: WorkerProcess, id: int, part: list[Any], index: int, num_bytes: int) -> None:
-        try:
-            _, fd = self._vault.allocate(Part.unpack(part), index, num_bytes)
-        except VaultFull as error:
-            self._supervisor.tell(worker, {"t": "reply", "id": id, "error": str(error)})
-        else:
-            self._supervisor.tell(worker, {"t": "reply", "id": id}, (fd,))
-
-    def _on_open(self, worker: WorkerProcess, id: int, slot: int) -> None:
-        fd = self._vault.open(slot)
-        self._supervisor.tell(worker, {"t": "reply", "id": id}, (fd,) if fd is not None else ())
-
-    def _on_inventory(self, worker: WorkerProcess, id: int) -> None:
-        records = [record.pack() for record in self._vault.records()]
-        lineage = [[epoch, version] for epoch, version in self._lineage.items()]
-        self._supervisor.tell(worker, {"t": "reply", "id": id, "records": records, "lineage": lineage})
+        sentence = self._sentences.of(kind, worker.rank, fields)
+        if sentence is not None:
+            self.events.emit(kind, sentence, rank=worker.rank, **fields)
 
     # -- rounds
 
     def _begin_round(self, view: View, start: str) -> None:
-        previous, self._info = self._info, self._round_info(view, start)
+        previous = self._info
+        self._info = round_info(view, start, self._config.run_id, self._job.num_workers)
         self._wants_round = self._start_over = ""
         if previous is not None:
             self._abort(previous.epoch, view.reason, tell_others=False)
         self._some_finished = False
         if start != Start.IN_PLACE:
             self._loop_reached = False
-        if previous is None or self._known_step > self._step_at_round or self._place is None:
-            self._rounds_without_progress = 0
-            self._progress_at = time.monotonic()
-        self._step_at_round = self._known_step
-        self._rounds_without_progress += 1
-        stuck_s = time.monotonic() - self._progress_at
-        # Both: faults that come fast are survived, and so is one that takes long; only a loop is neither.
-        if self._rounds_without_progress > self._job.max_rounds_without_progress and stuck_s > self._job.give_up_s:
-            self._declare(
-                EXIT_RETRY,
-                f"{self._rounds_without_progress - 1} rounds in a row, in {stuck_s:.0f} s, brought no step beyond "
-                f"{self._known_step} (--give-up-after {self._job.give_up_s:g}); "
-                f"the last reason was: {view.reason}",
-            )
+        first = previous is None or self._place is None
+        given_up = self._budget.round_begins(self._known_step, view.reason, time.monotonic(), first=first)
+        if given_up:
+            self._declare(EXIT_RETRY, given_up)
             return
         keep = start == Start.IN_PLACE and self._place is not None
         for worker in self._supervisor.assigned():
@@ -387,20 +314,8 @@ class Agent:
                 self._supervisor.kill(worker)
         self._fill()
 
-    def _round_info(self, view: View, start: str) -> RoundInfo:
-        workers: list[Worker] = []
-        for member in view.places:
-            host, _ = split_address(member.address)
-            for local_rank in range(self._job.num_workers):
-                workers.append(Worker(len(workers), local_rank, member.name, host))
-        return RoundInfo(
-            self._config.run_id, view.nonce, view.round, start, view.reason, tuple(workers), _progress_of(view)
-        )
-
     def _my_ranks(self) -> range:
-        if self._place is None:
-            return range(0)
-        return range(self._place * self._job.num_workers, (self._place + 1) * self._job.num_workers)
+        return ranks_of(self._place, self._job.num_workers)
 
     def _round_is_over(self) -> bool:
         """Whether the newest round has been aborted, and the next view is awaited."""
@@ -413,48 +328,19 @@ class Agent:
         together = self._info.start != Start.IN_PLACE
         if together and self._round_is_over() and not self._loop_reached:
             return  # the next view decides how everybody begins
-        for local_rank, rank in enumerate(self._my_ranks()):
+        for rank in self._my_ranks():
             if self._supervisor.of_rank(rank) is not None:
                 continue
             spare = self._supervisor.spare()
             if spare is None:
                 return
-            self._assign(spare, rank, local_rank, together and not self._round_is_over())
+            self._assign(spare, rank, together and not self._round_is_over())
 
-    def _assign(self, spare: WorkerProcess, rank: int, local_rank: int, fresh: bool) -> None:
+    def _assign(self, spare: WorkerProcess, rank: int, fresh: bool) -> None:
         assert self._info is not None
-        assert self._place is not None
-        info, num_local = self._info, self._job.num_workers
-        spare.epoch = info.epoch
-        environ = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(local_rank),
-            "WORLD_SIZE": str(info.world_size),
-            "LOCAL_WORLD_SIZE": str(num_local),
-            "GROUP_RANK": str(self._place),
-            "GROUP_WORLD_SIZE": str(info.world_size // num_local),
-            "P2PSTATE_RUN_ID": info.run_id,
-            "P2PSTATE_NODE": self._name,
-            "P2PSTATE_AGENT_PID": str(os.getpid()),
-        }
-        if num_local > 1:
-            environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
-        message = {
-            "t": "assign",
-            "rank": rank,
-            "local_rank": local_rank,
-            "num_local": num_local,
-            "world_size": info.world_size,
-            "host": info.workers[rank].host,
-            "epoch": info.epoch,
-            "fresh": fresh,
-            "restore": fresh and info.start == Start.RESTART,
-            "round": None if self._round_is_over() else info.pack(),
-            "environ": environ,
-            "script": self._job.script,
-            "args": list(self._job.args),
-            "module": self._job.module,
-        }
+        spare.epoch = self._info.epoch
+        message = assignment(self._info, rank, self._job, fresh=fresh, aborted=self._round_is_over())
+        local_rank = message["local_rank"]
         self._supervisor.assign(spare, message, rank, local_rank, Phase.FRESH if fresh else Phase.ALONE)
         fields = {"rank": rank, "local_rank": local_rank, "pid": spare.pid, "warm": True}
         self.events.emit("worker_started", f"rank {rank} is pid {spare.pid}", **fields)
@@ -486,9 +372,9 @@ class Agent:
         elif worker.phase in (Phase.DONE, Phase.FINISHED):
             reason = f"rank {worker.rank} on {self._name} died after its loop: {cause}"
             self._start_over = Start.RESTART
-        self._num_restarts += 1
-        if self._num_restarts > self._job.max_restarts:
-            self._declare(EXIT_RETRY, f"{reason}; --max-restarts {self._job.max_restarts} is used up")
+        used_up = self._budget.worker_replaced(reason)
+        if used_up:
+            self._declare(EXIT_RETRY, used_up)
             return
         self._want_round(reason)
         self._fill()
@@ -555,8 +441,3 @@ class Agent:
         if self._waiting_timer is not None:
             self._waiting_timer.cancel()
             self._waiting_timer = None
-
-
-def _progress_of(view: View | None) -> int:
-    step = view.data.get("progress", -1) if view is not None else -1
-    return step if isinstance(step, int) else -1

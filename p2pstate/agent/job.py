@@ -1,0 +1,25 @@
+"""What a node's workers run, and how much may go wrong before the run is given up.
+
+In: the command line. Out: one frozen value. Times are seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["Job"]
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    script: str
+    args: tuple[str, ...]
+    module: bool
+    num_workers: int
+    run_dir: str | None
+    quiet: bool
+    max_restarts: int
+    max_rounds_without_progress: int
+    give_up_s: float
+    join_timeout_s: float
+    spare_wait_s: float

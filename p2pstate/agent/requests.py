@@ -1,0 +1,59 @@
+"""What workers ask of their agent: the round's store, memory for slots, what the vault holds.
+
+In: requests that carry a number. Out: one reply each, with the same number, sometimes with a descriptor. See
+worker/link.py for the other end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from p2pstate.agent.supervisor import Supervisor, WorkerProcess
+from p2pstate.types import Part
+from p2pstate.vault import Vault, VaultFull
+from rendezvous.node import Node
+from rendezvous.types import StoreReply
+
+__all__ = ["Requests"]
+
+
+class Requests:
+    def __init__(self, node: Node, supervisor: Supervisor, vault: Vault, lineage: Mapping[int, list[int]]) -> None:
+        """``lineage``: round -> the version it resumed, as far as this agent knows."""
+        self._node = node
+        self._supervisor = supervisor
+        self._vault = vault
+        self._lineage = lineage
+        self.handlers: dict[str, Callable[..., None]] = {
+            "store": self._store,
+            "allocate": self._allocate,
+            "open": self._open,
+            "inventory": self._inventory,
+        }
+
+    def _reply(self, worker: WorkerProcess, number: int, fd: int | None = None, **fields: Any) -> None:
+        self._supervisor.tell(worker, {"t": "reply", "id": number, **fields}, () if fd is None else (fd,))
+
+    def _store(self, worker: WorkerProcess, id: int, epoch: int, op: str, args: list[Any], deadline_s: float) -> None:
+        def reply(answer: StoreReply) -> None:
+            fields = {"ok": answer.ok, "value": answer.value, "error": answer.error, "ended": answer.ended}
+            self._reply(worker, id, timed_out=answer.timed_out, **fields)
+
+        self._node.store_request(epoch, op, args, deadline_s, reply)
+
+    def _allocate(self, worker: WorkerProcess, id: int, part: list[Any], index: int, num_bytes: int) -> None:
+        try:
+            _, fd = self._vault.allocate(Part.unpack(part), index, num_bytes)
+        except VaultFull as error:
+            self._reply(worker, id, error=str(error))
+        else:
+            self._reply(worker, id, fd)
+
+    def _open(self, worker: WorkerProcess, id: int, slot: int) -> None:
+        self._reply(worker, id, self._vault.open(slot))
+
+    def _inventory(self, worker: WorkerProcess, id: int) -> None:
+        records = [record.pack() for record in self._vault.records()]
+        lineage = [[epoch, version] for epoch, version in self._lineage.items()]
+        self._reply(worker, id, records=records, lineage=lineage)

@@ -1,0 +1,88 @@
+"""How a round begins, and what its workers are told. Pure.
+
+In: views and ballots. Out: the start of the next round, who has which rank, and the message that gives a process its
+rank.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from p2pstate.agent.job import Job
+from p2pstate.types import RoundInfo, Start, Worker
+from rendezvous.types import View, split_address
+
+__all__ = ["assignment", "decide_start", "progress_of", "ranks_of", "round_info"]
+
+
+def decide_start(previous: View | None, ballots: Iterable[Mapping[str, Any]]) -> tuple[bool, dict[str, Any]]:
+    """(whether somebody needs a new round, the data of the view): see rendezvous.types.Application.decide."""
+    given = list(ballots)
+    asked = {str(ballot.get("start_over", "")) for ballot in given}
+    step = max([int(ballot.get("step", -1)) for ballot in given] + [progress_of(previous)])
+    if previous is None or Start.FRESH in asked:
+        start = Start.FRESH
+    elif Start.RESTART in asked or any(ballot.get("outside") for ballot in given):
+        has_state = step > 0 or any(ballot.get("has_state") for ballot in given)
+        start = Start.RESTART if has_state else Start.FRESH
+    else:
+        start = Start.IN_PLACE
+    wanted = any(ballot.get("wants_round") for ballot in given)
+    return wanted, {"start": start, "progress": step}
+
+
+def progress_of(view: View | None) -> int:
+    """The newest step that was known to be committed when the view was decided."""
+    step = view.data.get("progress", -1) if view is not None else -1
+    return step if isinstance(step, int) else -1
+
+
+def round_info(view: View, start: str, run_id: str, num_local: int) -> RoundInfo:
+    workers: list[Worker] = []
+    for member in view.places:
+        host, _ = split_address(member.address)
+        for local_rank in range(num_local):
+            workers.append(Worker(len(workers), local_rank, member.name, host))
+    return RoundInfo(run_id, view.nonce, view.round, start, view.reason, tuple(workers), progress_of(view))
+
+
+def ranks_of(place: int | None, num_local: int) -> range:
+    """The ranks of a place; none for a spare node."""
+    return range(0) if place is None else range(place * num_local, (place + 1) * num_local)
+
+
+def assignment(info: RoundInfo, rank: int, job: Job, *, fresh: bool, aborted: bool) -> dict[str, Any]:
+    """The message that makes a spare process ``rank``. ``fresh``: it starts connected, with all others; else alone.
+    ``aborted``: the round is over already, the next one will be told."""
+    worker, num_local = info.workers[rank], job.num_workers
+    environ = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(worker.local_rank),
+        "WORLD_SIZE": str(info.world_size),
+        "LOCAL_WORLD_SIZE": str(num_local),
+        "GROUP_RANK": str(rank // num_local),
+        "GROUP_WORLD_SIZE": str(info.world_size // num_local),
+        "P2PSTATE_RUN_ID": info.run_id,
+        "P2PSTATE_NODE": worker.node,
+        "P2PSTATE_AGENT_PID": str(os.getpid()),
+    }
+    if num_local > 1:
+        environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    return {
+        "t": "assign",
+        "rank": rank,
+        "local_rank": worker.local_rank,
+        "num_local": num_local,
+        "world_size": info.world_size,
+        "host": worker.host,
+        "epoch": info.epoch,
+        "fresh": fresh,
+        "restore": fresh and info.start == Start.RESTART,
+        "round": None if aborted else info.pack(),
+        "environ": environ,
+        "script": job.script,
+        "args": list(job.args),
+        "module": job.module,
+    }

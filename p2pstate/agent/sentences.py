@@ -1,0 +1,33 @@
+"""What a person reads on the console about an event that a worker has told of. Pure, but for what was said before.
+
+In: events. Out: a sentence each, or none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["Sentences"]
+
+
+class Sentences:
+    def __init__(self) -> None:
+        self._differing: set[str] = set()  # parts whose replicas were reported to differ
+
+    def of(self, kind: str, rank: int | None, fields: Mapping[str, Any]) -> str | None:
+        """Empty: nothing to read. None: it was reported before and is not recorded again."""
+        if kind == "replicas_differ":
+            if fields["part"] in self._differing:
+                return None
+            self._differing.add(fields["part"])
+            return (
+                f"SILENT CORRUPTION? rank {rank} and rank {fields['other']} do not hold the same bytes "
+                f"any more in {fields['part']}, first seen at step {fields['version'][1]}"
+            )
+        if kind == "recovery":
+            return (
+                f"rank {rank} resumed step {fields['version'][1]} from {fields['source']}"
+                f" ({fields['steps_lost']} steps lost)"
+            )
+        return ""
