@@ -39,7 +39,7 @@ def train(folder: Path, parallelism: str, seed: int | None, environ: dict[str, s
         newest = 0
         protected_from = 0  # a node may die once a version newer than this one is in two places again
         protected = False
-        next_at = time.monotonic() + 4 + chance.uniform(0, 0.5) if seed is not None else float("inf")
+        next_at = float("inf")
         deadline = time.monotonic() + DEADLINE_S
         while cluster.running():
             assert time.monotonic() < deadline, f"the run hangs after {injected}\n{cluster.log_tails()}"
@@ -49,6 +49,8 @@ def train(folder: Path, parallelism: str, seed: int | None, environ: dict[str, s
                 elif event["event"] == "view":
                     places, spares = event["places"], event["spares"]
                 elif event["event"] == "step":
+                    if seed is not None and newest == 0:
+                        next_at = time.monotonic() + chance.uniform(0, 1.0)
                     newest = max(newest, event["step"])
                     protected = protected or (event["protected"] or 0) > protected_from
             if time.monotonic() >= next_at and newest < NUM_STEPS - 15 and len(injected) < NUM_FAULTS:
