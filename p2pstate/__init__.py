@@ -60,6 +60,10 @@ Layout, from the top down (a file imports only what stands above it):
     agent/sentences.py      what a person reads
     agent/requests.py       what workers ask of their agent
     agent/agent.py          rendezvous, vault and workers together
+    data/permutation.py     data/: p2pstate.data, which uses nothing of what stands above
+    data/order.py
+    data/split.py
+    data/sampler.py
     cli.py                  p2prun, p2pstate
 End of layout.
 """

@@ -1,0 +1,71 @@
+"""Batches of indices for one rank: an order, divided over ranks, with a position that can be saved and set.
+
+In: an ``Order`` and a ``Split``. Out: lists of indices, as ``batch_sampler=`` of any DataLoader takes them.
+Invariant: the position is (epoch, global samples); what comes next is a function of it alone.
+Known limit: iterating counts what was *drawn*. A loader that prefetches draws ahead of what it delivers:
+``p2pstate.data.Loader`` and torchdata's loader keep count themselves, a plain DataLoader does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch.utils.data
+
+from p2pstate.data.order import Order
+from p2pstate.data.split import Split
+
+__all__ = ["Sampler"]
+
+
+class Sampler(torch.utils.data.Sampler[list[int]]):
+    """One rank's batches of an epoch.
+
+    Args:
+        order: ``Shuffled`` or ``Mixture``; the same on every rank.
+        batch_size: samples per batch and rank.
+        rank, num_ranks: this rank's place. A position saved with another ``num_ranks`` or ``batch_size`` is taken up
+            where all ranks together had come to.
+        tail: what becomes of an incomplete last batch, see ``Split``.
+    """
+
+    def __init__(self, order: Order, batch_size: int, *, rank: int = 0, num_ranks: int = 1, tail: str = "drop") -> None:
+        self.order = order
+        self.split = Split(order.num_samples, batch_size, rank, num_ranks, tail)
+        self.epoch = 0
+        self.num_done = 0  # samples that all ranks together have had in this epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin ``epoch`` with the next iteration."""
+        self.epoch, self.num_done = epoch, 0
+
+    def batch(self, epoch: int, num_done: int) -> tuple[list[int], list[int]] | None:
+        """(indices, passes over their sources) of this rank's batch there; None at the epoch's end."""
+        positions = self.split.positions(num_done)
+        if positions is None:
+            return None
+        indices, passes = self.order.draw(epoch, positions)
+        return indices.tolist(), passes.tolist()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """The rest of this epoch; the iteration after that gives the next epoch."""
+        while (found := self.batch(self.epoch, self.num_done)) is not None:
+            self.num_done = self.split.after(self.num_done)
+            yield found[0]
+        self.set_epoch(self.epoch + 1)
+
+    def __len__(self) -> int:
+        return self.split.num_batches()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"order": self.order.identity, "epoch": self.epoch, "samples": self.num_done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError for a position in another order: its number means other samples here."""
+        if state["order"] != self.order.identity:
+            raise ValueError(
+                f"the saved position counts through {state['order']}; this sampler goes through {self.order.identity}: "
+                "samples would be lost or repeated. Give it the same data, weights and seed"
+            )
+        self.epoch, self.num_done = state["epoch"], state["samples"]
