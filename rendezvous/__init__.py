@@ -24,11 +24,16 @@ zmq_transport.py   the real one
 store_shard.py     one member's keys of one round
 store_router.py    which shard, and getting there
 node.py            the loop: receive -> step -> effects
+local.py           the line between a node's agent and its other processes
 store.py           torch's Store on top
+processes.py       processes that are not our children
+autoload.py        env:// without a TCPStore, in torchrun's workers
+agent.py           the process that holds a node's membership under torchrun
+torchrun.py        torchrun --rdzv-backend=p2p
 faults.py          faults as data, for simulations
 invariants.py      what every decided view must fulfil
 testing.py         a simulated network for the real core
 End of layout.
 
-torch is imported by store.py only, zmq by zmq_transport.py only.
+torch is imported by store.py and torchrun.py only, zmq by zmq_transport.py only.
 """

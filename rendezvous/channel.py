@@ -13,6 +13,7 @@ does not read cannot block a non-blocking channel (its messages queue up to ``MA
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import socket
 import struct
@@ -56,6 +57,11 @@ class Channel:
         """A non-blocking channel for this process, and the plain socket to hand to the other one."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         return Channel(ours, blocking=False), theirs
+
+    def set_blocking(self) -> None:
+        """From now on `receive` waits for a message, and `send` for room."""
+        self._sock.setblocking(True)
+        self._blocking = True
 
     def fileno(self) -> int:
         return self._sock.fileno()
@@ -119,6 +125,11 @@ class Channel:
                     return out
                 raise ChannelClosed("the peer closed the channel")
             self._incoming += data
+
+    def shutdown(self) -> None:
+        """End the connection in both directions: a blocked `receive`, here and there, raises ChannelClosed."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         with self._send_lock:

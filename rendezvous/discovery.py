@@ -8,6 +8,7 @@ Limits: a resolver may take long, so `ContactReader` reads on a thread of its ow
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import queue
 import re
@@ -123,21 +124,84 @@ def own_address(bind: str, advertise: str | None, port: int, contacts: Sequence[
 
 
 def _outgoing_host(contacts: Sequence[str]) -> str:
-    """The local address from which the first contact with a literal address is reached. Sends nothing."""
-    for contact in contacts:
+    """The local address from which a contact is reached. Sends nothing. Never loopback, if a contact is elsewhere.
+
+    A host that is its own first contact learns nothing from it (its own name may well mean 127.0.1.1 here), so
+    contacts on other hosts are asked first, and at last the host's own name. A run whose contacts are loopback by their
+    name stays on loopback.
+    """
+    addresses, problems = read_contacts(contacts)
+    on_loopback = read_contacts([contact for contact in contacts if _names_loopback(contact)])[0]
+    if addresses and addresses == on_loopback:
+        return split_address(addresses[0])[0]
+    local = {address: is_local(split_address(address)[0]) for address in addresses}
+    for address in sorted(addresses, key=lambda address: local[address]):
+        host, port = split_address(address)
         try:
-            host, port = split_address(contact)
-            with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
                 probe.connect((host, port))
-                return str(probe.getsockname()[0])
-        except (OSError, ValueError):
+                found = str(probe.getsockname()[0])
+        except OSError:
             continue
+        if not ipaddress.ip_address(found).is_loopback:
+            return found
     try:
-        return split_address(resolve(socket.gethostname(), 1)[0])[0]
-    except (OSError, IndexError, ValueError) as error:
-        raise RendezvousError(
-            f"bind names every interface and no own address could be found ({error}). Give one with advertise"
-        ) from error
+        own = [split_address(address)[0] for address in resolve(socket.gethostname(), 1)]
+    except OSError as error:
+        problems.append(str(error))
+        own = []
+    for found in own:
+        if not ipaddress.ip_address(found).is_loopback:
+            return found
+    raise RendezvousError(
+        "bind names every interface, and no address was found under which other hosts reach this one "
+        f"({'; '.join(problems) or 'only loopback addresses'}). Give one with advertise"
+    )
+
+
+def is_local(host: str) -> bool:
+    """Does this address (an IP literal) belong to this host?"""
+    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+        return True
+
+
+def local_binds(contacts: Sequence[str]) -> list[str]:
+    """Where an agent that was told nothing but the contacts listens, best first: where the contacts name this host.
+
+    The last one always works: any port, on every interface unless all contacts are loopback. A name that means loopback
+    here but is no loopback name (127.0.1.1 for the own host name) stands for every interface.
+    """
+    found: list[str] = []
+    only_loopback = True
+    for contact in contacts:
+        named_loopback = _names_loopback(contact)
+        for address in read_contacts([contact])[0]:
+            host, port = split_address(address)
+            loopback = ipaddress.ip_address(host).is_loopback
+            only_loopback = only_loopback and loopback and named_loopback
+            if loopback and not named_loopback:
+                address = join_address("::" if ":" in host else "0.0.0.0", port)
+            elif not is_local(host):
+                continue
+            found.append(address)
+    v6 = any(contact.startswith("[") for contact in contacts)
+    everywhere, loopback_host = ("::", "::1") if v6 else ("0.0.0.0", "127.0.0.1")
+    return [*dict.fromkeys(found), join_address(loopback_host if only_loopback else everywhere, 0)]
+
+
+def _names_loopback(contact: str) -> bool:
+    """Whatever host reads it: not so a host's own name, which may resolve to loopback there and only there."""
+    if is_literal(contact):
+        return ipaddress.ip_address(split_address(contact)[0]).is_loopback
+    return contact.rpartition(":")[0] == "localhost"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def is_literal(contact: str) -> bool:

@@ -258,6 +258,8 @@ class Node:
             case out.Waiting():
                 self._application.on_waiting(effect.reason)
             case out.JobEnded():
+                if effect.verdict.code != 0:
+                    self._store.end()  # nobody waits for those who have given up
                 self._application.on_verdict(effect.verdict)
             case out.Deliver():
                 self._deliver(effect.sender, effect.message)

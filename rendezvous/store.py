@@ -9,15 +9,17 @@ Python half made here stays in a list (one for each epoch and clone, a few hundr
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
+from rendezvous.local import LocalClient
 from rendezvous.node import Node
 from rendezvous.types import StoreReply
 
@@ -159,6 +161,30 @@ class NodeChannel:
 
     def close(self) -> None:
         self._closed = True
+
+
+class ClientChannel:
+    """A channel for processes of the node that are not its agent."""
+
+    def __init__(self, client: LocalClient) -> None:
+        self._client = client
+
+    def request(self, epoch: int, op: str, args: list[Any], deadline_s: float) -> Any:
+        return raise_or_return(self._client.store_request(epoch, op, args, deadline_s))
+
+
+_clients: dict[tuple[int, str], LocalClient] = {}
+
+
+def worker_store(agent: str, epoch: int, prefix: str, timeout: timedelta | None) -> Store:
+    """The store of a round, from a process that is not the node's agent. StoreError if that is gone."""
+    key = os.getpid(), agent  # a line is of no use to a forked child
+    if key not in _clients:
+        try:
+            _clients[key] = LocalClient.connect(agent)
+        except OSError as error:
+            raise StoreError(f"this node's agent is gone ({error}): torchrun starts the workers anew") from error
+    return PrefixStore(prefix, EpochStore(ClientChannel(_clients[key]), epoch, timeout))
 
 
 def _bytes(value: bytes | str) -> bytes:

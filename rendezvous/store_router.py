@@ -82,6 +82,16 @@ class StoreRouter:
         self._early: list[_Early] = []
         self._ahead: list[tuple[MemberKey, StoreCall]] = []
         self._done: OrderedDict[Token, StoreReply] = OrderedDict()
+        self._ended = False
+
+    def end(self) -> None:
+        """The run is over: free everybody who waits, now and from now on."""
+        self._ended = True
+        self._answer(self._shard.end())
+        early, self._early = self._early, []
+        for item in early:
+            item.reply(ENDED)
+        self._end_calls()
 
     def enter(self, view: View, now: float = 0.0) -> None:
         """A view was decided. A new round ends the old store; the same round goes on."""
@@ -90,11 +100,8 @@ class StoreRouter:
         if view.round != old_round:
             self._answer(self._shard.end())
             self._done.clear()
-            requests = {id(call.request): call.request for call in self._calls.values()}
-            self._calls.clear()
+            self._end_calls()
             self._shard = StoreShard()
-            for request in requests.values():
-                request.reply(ENDED)
         self._members = {member.key: member for member in view.members}
         early, self._early = self._early, []
         for item in early:
@@ -108,6 +115,9 @@ class StoreRouter:
     ) -> None:
         """`deadline_s` from now. `epoch` is any epoch of the round that is meant."""
         view = self._view
+        if self._ended:
+            reply(ENDED)
+            return
         if view is None or epoch > view.epoch:
             self._early.append(_Early(epoch, op, args, now + deadline_s, reply))
             return
@@ -164,6 +174,12 @@ class StoreRouter:
                 call.resend_s = now + self._resend_s
                 if call.owner.key != self._me:
                     self._issue(number, call, now)
+
+    def _end_calls(self) -> None:
+        requests = {id(call.request): call.request for call in self._calls.values()}
+        self._calls.clear()
+        for request in requests.values():
+            request.reply(ENDED)
 
     def _issue(self, number: int, call: _Call, now: float) -> None:
         if call.owner.key == self._me:

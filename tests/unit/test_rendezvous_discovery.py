@@ -10,7 +10,15 @@ from typing import Any
 import pytest
 
 from rendezvous import discovery
-from rendezvous.discovery import ContactReader, expand_hosts, is_literal, own_address, publish, read_contacts
+from rendezvous.discovery import (
+    ContactReader,
+    expand_hosts,
+    is_literal,
+    local_binds,
+    own_address,
+    publish,
+    read_contacts,
+)
 from rendezvous.types import RendezvousError
 
 
@@ -134,3 +142,17 @@ def test_reader_reports_again_and_again_until_it_is_closed(monkeypatch: pytest.M
     reader.close()
     reader._thread.join(10)
     assert not reader._thread.is_alive()
+
+
+def test_agent_listens_where_the_contacts_name_this_host_and_else_anywhere() -> None:
+    assert local_binds(["127.0.0.1:7001", "127.0.0.1:7002"]) == ["127.0.0.1:7001", "127.0.0.1:7002", "127.0.0.1:0"]
+    assert local_binds(["192.0.2.1:7001", "127.0.0.1:7002"]) == ["127.0.0.1:7002", "0.0.0.0:0"]
+    assert local_binds(["[::1]:7001"])[-1] == "[::1]:0"
+    assert local_binds([]) == ["127.0.0.1:0"]
+
+
+def test_own_name_that_means_loopback_here_stands_for_every_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(discovery, "resolve", lambda host, port: [f"127.0.1.1:{port}"])
+    assert local_binds(["node1:7001"]) == ["0.0.0.0:7001", "0.0.0.0:0"]
+    with pytest.raises(RendezvousError, match="only loopback addresses"):
+        own_address("0.0.0.0:0", None, 7001, ["node1:7001"])

@@ -240,3 +240,17 @@ def test_next_deadline_is_never_in_the_past_after_a_tick() -> None:
         now = router.next_deadline_s()
         cluster.tick(now)
     assert now == 5.0
+
+
+def test_end_of_the_run_frees_blocked_early_and_later_calls() -> None:
+    cluster = Cluster("ab")
+    router = cluster.routers[member("a").key]
+    replies: list[StoreReply] = []
+    router.enter(view_of("ab"), 0.0)
+    for key in (*keys_owned_by("a", "ab", 1), *keys_owned_by("b", "ab", 1)):
+        router.request(1, "get", [key], 0.0, 60.0, replies.append)
+    router.request(7, "get", ["key"], 0.0, 60.0, replies.append)
+    assert not replies
+    router.end()
+    router.request(1, "set", ["key", b""], 0.0, 60.0, replies.append)
+    assert [reply.ended for reply in replies] == [True] * 4

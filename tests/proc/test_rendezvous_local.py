@@ -1,0 +1,144 @@
+"""The line between an agent and other processes of its node, over a real node; and ending processes by their mark."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from rendezvous.agent import claim_name
+from rendezvous.channel import Channel, Message
+from rendezvous.config import Config
+from rendezvous.local import LocalClient, LocalServer, store_reply_message
+from rendezvous.node import Node
+from rendezvous.processes import kill_marked
+from rendezvous.types import Member, MemberChange, MemberKey, StoreReply, Verdict, View
+
+
+class Alone:
+    """An application that starts a run of one node and serves its store over a local line."""
+
+    def __init__(self) -> None:
+        self.node = Node(Config("local", "a", "127.0.0.1:0", first_view_last_call_s=0.0), self)
+        self.server = LocalServer(self.node, self.on_local, lambda channel: None)
+
+    def on_local(self, channel: Channel, message: Message, fds: list[int]) -> None:
+        if message["t"] == "silence":
+            return
+
+        def reply(answer: StoreReply) -> None:
+            self.server.tell(channel, store_reply_message(message["id"], answer))
+
+        self.node.store_request(message["epoch"], message["op"], message["args"], message["deadline_s"], reply)
+
+    def ballot(self) -> dict[str, Any]:
+        return {}
+
+    def decide(
+        self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
+    ) -> tuple[bool, dict[str, Any]]:
+        return False, {}
+
+    def on_view(self, view: View) -> None: ...
+    def on_waiting(self, reason: str) -> None: ...
+    def on_member(self, change: MemberChange) -> None: ...
+    def on_message(self, sender: MemberKey, kind: str, body: Any) -> None: ...
+    def on_verdict(self, verdict: Verdict) -> None: ...
+    def on_evicted(self, view: View) -> None: ...
+
+
+@pytest.fixture
+def served() -> Iterator[Alone]:
+    alone = Alone()
+    thread = threading.Thread(target=alone.node.run)
+    thread.start()
+    yield alone
+    alone.node.call_soon_threadsafe(alone.server.close)
+    alone.node.call_soon_threadsafe(alone.node.stop)
+    thread.join(10.0)
+    assert not thread.is_alive()
+    alone.node.close()
+
+
+def test_two_clients_share_the_store_and_a_blocked_get_is_answered_by_the_others_set(served: Alone) -> None:
+    one, two = (LocalClient.connect(served.server.address) for _ in range(2))
+    answers: list[StoreReply] = []
+    blocked = threading.Thread(target=lambda: answers.append(one.store_request(1, "get", ["key"], 20.0)))
+    blocked.start()
+    assert two.store_request(1, "set", ["key", b"value"], 20.0).ok
+    blocked.join(20.0)
+    assert [answer.value for answer in answers] == [b"value"]
+    assert two.store_request(1, "get", ["never"], 0.05).timed_out
+    one.close()
+    assert one.store_request(1, "get", ["key"], 20.0).ended
+    assert two.store_request(1, "get", ["key"], 20.0).value == b"value"
+    two.close()
+
+
+def test_failing_verdict_frees_whoever_waits_in_the_store(served: Alone) -> None:
+    client = LocalClient.connect(served.server.address)
+    assert client.store_request(1, "set", ["key", b""], 20.0).ok
+    answers: list[StoreReply] = []
+    blocked = threading.Thread(target=lambda: answers.append(client.store_request(1, "get", ["never"], 60.0)))
+    blocked.start()
+    served.node.call_soon_threadsafe(lambda: served.node.declare(Verdict(1, "over", served.node.key)))
+    blocked.join(20.0)
+    assert [answer.ended for answer in answers] == [True]
+    client.close()
+
+
+def test_client_of_an_agent_that_ends_is_freed_and_told(served: Alone) -> None:
+    ended = threading.Event()
+    client = LocalClient.connect(served.server.address)
+    client._on_closed = ended.set
+    waiting = threading.Thread(target=lambda: client.call("silence", 60.0))
+    waiting.start()
+    served.node.call_soon_threadsafe(served.server.close)
+    waiting.join(20.0)
+    assert not waiting.is_alive()
+    assert ended.wait(20.0)
+    assert client.closed
+    with pytest.raises(OSError, match="refused"):
+        LocalClient.connect(served.server.address)
+
+
+def test_client_that_sends_nonsense_is_dropped_and_the_others_are_served(served: Alone) -> None:
+    bad, good = (LocalClient.connect(served.server.address) for _ in range(2))
+    bad.send("store")
+    assert bad.call("silence", 20.0) is None
+    assert good.store_request(1, "num_keys", [], 20.0).value == 0
+    good.close()
+
+
+def test_processes_are_ended_by_their_mark_and_others_are_left() -> None:
+    command = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(60)"]
+    started = [
+        subprocess.Popen(command, env={"MARK": mark}, stdout=subprocess.PIPE) for mark in ("mine", "mine", "other")
+    ]
+    try:
+        for process in started:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"here\n"
+        assert kill_marked("MARK", "mine") == 2
+        assert [process.wait(10) for process in started[:2]] == [-9, -9]
+        assert started[2].poll() is None
+    finally:
+        for process in started:
+            process.kill()
+            process.wait(10)
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def test_name_on_a_host_is_unique_while_held_and_the_same_after_a_restart() -> None:
+    (first, one), (second, two) = claim_name("run-of-names", "host"), claim_name("run-of-names", "host")
+    assert (first, second) == ("host", "host.1")
+    one.close()
+    again, three = claim_name("run-of-names", "host")
+    assert again == "host"
+    two.close()
+    three.close()
