@@ -189,8 +189,8 @@ def main() -> None:
     rank.say("started")
     rank.warm_up()
     context = current()
-    assert context.buddy is not None
-    with Sockets(rank.num_own_bytes, context.buddy, settings.deadline_s) as sockets:
+    (buddy,) = context.buddies
+    with Sockets(rank.num_own_bytes, buddy, settings.deadline_s) as sockets:
         record = rank.rounds(Memcpy(rank.captured_bytes), sockets)
     record |= {
         "skipped": rank.skipped,

@@ -32,6 +32,10 @@ Layout, from the top down (a file imports only what stands above it):
     groups/echo.py          what a collective returns when nobody is there
     groups/works.py         handles that turn errors into values
     groups/inner.py         the real connections of one round
+    groups/transport.py     what carries bulk state: messages and promises
+    groups/mesh.py          one TCP connection to every rank
+    groups/tcp.py           bulk state over them
+    groups/group_transport.py  bulk state over a process group (cards)
     groups/group.py         the group that models hold
     groups/registry.py      all groups, connected together
     groups/gate.py          the vote
@@ -39,7 +43,7 @@ Layout, from the top down (a file imports only what stands above it):
     worker/link.py          the line to the agent
     worker/context.py       this worker's place in the run
     capture.py              live state -> own slots
-    replicate.py            own slots -> the buddy
+    replicate.py            own slots -> the buddies
     gradients.py            forgetting a discarded step
     protection.py           what is captured when, and kept
     recover.py              a round -> the same version everywhere

@@ -59,7 +59,7 @@ class Protection:
         self._course = self._course.resumed(keep)
 
     def complete(self) -> Version:
-        """For the ballot: the newest version of this rank's shard that is complete here and at the buddy."""
+        """For the ballot: the newest version of which all that this rank writes is complete, its wards' copies too."""
         return self._shipper.complete
 
     def committed(self, step: int, voted: Ballot) -> None:
@@ -70,14 +70,14 @@ class Protection:
 
     def capture_if_due(self, epoch: int, step: int) -> None:
         """Between two steps: copy the state into the own slots, and start shipping it."""
-        inner = REGISTRY.replication
-        if not self._course.due or STATUS.echoing or inner is None:
+        transport = REGISTRY.replication
+        if not self._course.due or STATUS.echoing or transport is None:
             return
         version, keep = Version(epoch, step), self._course.kept
         began = time.monotonic()
         images = self._capturer.capture(self._state.collect(), version, keep)
         self._course = self._course.captures(version)
-        self._shipper.ship(images, keep, inner, began)
+        self._shipper.ship(images, keep, transport, began)
         self.stats.capture_s.append(time.monotonic() - began)
         self.stats.num_captured += 1
         self.stats.num_own_bytes = sum(image.num_bytes for image in images if image.part.kind == "own")
@@ -110,7 +110,7 @@ class Protection:
 
     def _make_shipper(self) -> Shipper:
         context = self._context
-        return Shipper(context.link, context.buddy, context.ward, self._shipping_failed, self.stats)
+        return Shipper(context.link, context.buddies, context.wards, self._shipping_failed, self.stats)
 
     def _shipping_failed(self, epoch: int, error: BaseException) -> None:
         if STATUS.error is None and epoch == STATUS.epoch and self._context.in_loop:

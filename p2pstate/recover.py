@@ -16,7 +16,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import msgpack
 import torch
@@ -26,9 +25,9 @@ from torch.distributed import DistStoreError, ReduceOp
 from p2pstate.capture import read_image
 from p2pstate.errors import P2PStateError, Retryable
 from p2pstate.groups.registry import Registry
+from p2pstate.groups.transport import Incoming, Outgoing, Payload
 from p2pstate.groups.waiting import call, wait_collective
 from p2pstate.plan_recovery import Fetch, Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
-from p2pstate.replicate import bytes_of, receive_chunks, send_chunks
 from p2pstate.slots import Slot, digest_of
 from p2pstate.state import TrainingState
 from p2pstate.types import RoundInfo, SlotRecord, Version
@@ -36,7 +35,6 @@ from p2pstate.worker.link import Link
 
 __all__ = ["ROUND_FAILED", "Joined", "LostError", "MustStartOver", "Phases", "join"]
 
-_TAG = 100
 ROUND_FAILED = (Retryable, DistStoreError, RuntimeError)  # what join raises when another round has to be joined
 
 
@@ -188,7 +186,7 @@ def _verify(slots: _LocalSlots, plan: Plan, rank: int, node: str) -> set[tuple[s
         reads = fetch.rank == rank and fetch.sender is None
         if fetch.node != node or not (reads or fetch.sender == rank) or fetch.slot in slots:
             continue
-        if digest_of(bytes_of(slots.open(fetch))).hex() != fetch.digest:
+        if digest_of(_bytes_of(slots.open(fetch))).hex() != fetch.digest:
             bad.add((fetch.node, fetch.slot))
     return bad
 
@@ -221,24 +219,47 @@ class _LocalSlots:
 def _move(plan: Plan, rank: int, slots: _LocalSlots, registry: Registry) -> list[torch.Tensor]:
     """Take part in all transfers of the plan, in its order; returns the images of this rank's own state."""
     assert registry.replication is not None
-    group = registry.replication.group
-    images = []
-    for number, fetch in enumerate(plan.fetches):
+    images: list[torch.Tensor] = []
+    outgoing: list[Outgoing] = []
+    incoming: list[Incoming] = []
+    for fetch in plan.fetches:
+        digest = bytes.fromhex(fetch.digest)
         if fetch.rank == rank and fetch.sender is None:
             images.append(slots.open(fetch))
         elif fetch.rank == rank:
-            images.append(_receive(group, fetch, number))
+            arrival = _Arrival(fetch)
+            images.append(arrival.body)
+            incoming.append(arrival.expected)
         elif fetch.sender == rank:
-            send_chunks(group, slots.open(fetch), fetch.rank, _TAG + number)
+            outgoing.append(Outgoing(fetch.rank, digest, Payload(_bytes_of(slots.open(fetch)), digest)))
+    registry.replication.exchange(outgoing, incoming)
     return images
 
 
-def _receive(group: Any, fetch: Fetch, number: int) -> torch.Tensor:
-    assert fetch.sender is not None
-    body, digest = receive_chunks(group, fetch.num_bytes, fetch.sender, _TAG + number)
-    if digest.hex() != fetch.digest:
-        raise Retryable(f"{fetch.part} arrived from {fetch.node} with another digest than it was captured with")
-    return body
+class _Arrival:
+    """One part on its way from another node into new memory. The head of its message is its digest."""
+
+    def __init__(self, fetch: Fetch) -> None:
+        assert fetch.sender is not None
+        self._fetch = fetch
+        self.body = torch.empty(fetch.num_bytes, dtype=torch.uint8)
+        self.expected = Incoming(fetch.sender, self._accept, self._arrived)
+
+    def _accept(self, head: bytes, num_bytes: int) -> memoryview:
+        fetch = self._fetch
+        if head.hex() != fetch.digest or num_bytes != fetch.num_bytes:
+            raise Retryable(f"{fetch.node} sends {num_bytes} bytes that are not {fetch.part} as the plan has it")
+        return _bytes_of(self.body)
+
+    def _arrived(self, computed: bytes, announced: bytes) -> None:
+        fetch = self._fetch
+        if computed.hex() != fetch.digest:
+            raise Retryable(f"{fetch.part} arrived from {fetch.node} with another digest than it was captured with")
+
+
+def _bytes_of(body: torch.Tensor) -> memoryview:
+    """The memory of a 1-D uint8 tensor."""
+    return memoryview(body.numpy())  # type: ignore[arg-type]
 
 
 def _all_done(registry: Registry, is_over: Callable[[], bool]) -> None:

@@ -25,7 +25,8 @@ class Ballot:
     """``boundary``: an optimizer was (or, with a loss scaler, declined to be) stepped.
 
     ``step``: the step being voted on; ``neg_step`` its negative, so that the minimum shows disagreement.
-    ``protected_epoch``, ``protected_step``: newest version of this rank's shard that is complete here and at the buddy.
+    ``protected_epoch``, ``protected_step``: newest version of which all that this rank writes is complete: its own
+    slots and the copies it keeps for its wards. The smallest over all ranks is complete in both places everywhere.
     """
 
     boundary: int

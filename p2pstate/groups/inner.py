@@ -74,16 +74,14 @@ def build_inner(
     host: str,
     epoch: int,
     timeout: timedelta,
-    on_built: Callable[[Connections], None] = lambda connections: None,
+    connections: Connections,
 ) -> Inner:
     """Connect to all members (they call this at the same time with stores that share a prefix) and prove it.
 
-    ``on_built`` receives the connections before they exist, so that an abort can cut them while they are being made.
+    ``connections``: not made yet; whoever has them can cut them while they are being made.
     Raises what gloo raises: RuntimeError, or the store's DistStoreError at the end of the round.
     """
     group: Any = ProcessGroup(store, rank, size)
-    connections = Connections()
-    on_built(connections)
     backends: list[Any] = []
     try:
         with connections:

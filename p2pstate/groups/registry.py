@@ -1,7 +1,8 @@
 """All groups of this process, and how they are connected for a round.
 
 In: the creation of groups (by torch, through the backend ``p2p``), and rounds. Out: every group connected to its peers
-of the same round, together with two groups of our own: *gate* (the votes) and *replication* (bulk state).
+of the same round, together with connections of our own: *gate*, a group (the votes), and *replication*, a transport
+(bulk state): plain TCP, or a process group where training is on cards.
 
 Invariants: groups are identified by (members, ordinal among groups of the same members), not by creation order alone,
 and connected in the order of these keys, so that ranks which belong to different sets of groups cannot wait for each
@@ -14,21 +15,42 @@ import hashlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from p2pstate.groups.group import P2PGroup
-from p2pstate.groups.inner import Inner, build_inner
+from p2pstate.groups.group_transport import GroupTransport
+from p2pstate.groups.inner import BACKENDS, Inner, build_inner
+from p2pstate.groups.mesh import Mesh
 from p2pstate.groups.sockets import Connections
 from p2pstate.groups.status import STATUS, Status
+from p2pstate.groups.tcp import TcpTransport
+from p2pstate.groups.transport import Transport
 from p2pstate.groups.waiting import ABANDON_AFTER_S
 
-__all__ = ["REGISTRY", "Registry"]
+__all__ = ["REGISTRY", "Built", "Registry"]
 
 OWN_TIMEOUT = timedelta(minutes=30)
-GATE, REPLICATION = "gate", "replication"
+MESH_TIMEOUT_S = 30.0  # between ranks that are all there
+
+
+class _Cuttable(Protocol):
+    def cut(self) -> None: ...
+
+
+@dataclass(slots=True)
+class Built:
+    """Connections of one round, not in use yet."""
+
+    gate: Inner
+    replication: Transport
+    groups: dict[str, Inner] = field(default_factory=dict)
 
 
 class Registry:
@@ -37,10 +59,10 @@ class Registry:
         self._groups: list[P2PGroup] = []
         self._ordinals: Counter[tuple[int, ...]] = Counter()
         self._lock = threading.Lock()
-        self._building: list[Connections] = []
+        self._building: list[_Cuttable] = []
         self._cut_epoch = 0
         self.gate: Inner | None = None
-        self.replication: Inner | None = None
+        self.replication: Transport | None = None
         # Set by the worker: the store of a round, this process's rank and address, and the world.
         self.make_store: Callable[[int], Store] | None = None
         self.host = ""
@@ -68,31 +90,33 @@ class Registry:
         self._status.raise_if_loud()
         return group
 
-    def build(self, epoch: int, *, own_only: bool = False) -> dict[str, Inner]:
-        """Connections of round ``epoch`` for our own two groups and (unless ``own_only``) for every group there is.
+    def build(self, epoch: int, *, own_only: bool = False) -> Built:
+        """Connections of round ``epoch`` for the gate, bulk state and (unless ``own_only``) every group there is.
 
         Nothing is in use before :meth:`attach`, so a thread that is left behind here changes nothing. Raises what the
-        store or gloo raises when the round ends or a member does not come.
+        store or gloo raises, or TransferFailed, when the round ends or a member does not come.
         """
         world = tuple(range(self.world_size))
-        built: dict[str, Inner] = {}
+        made: list[Inner | Transport] = []
         try:
-            for key in (GATE, REPLICATION):
-                built[key] = self._build(key, world, epoch, OWN_TIMEOUT)
+            made.append(gate := self._build("gate", world, epoch, OWN_TIMEOUT))
+            made.append(replication := self._build_replication(world, epoch))
+            built = Built(gate, replication)
             for group in [] if own_only else sorted(self._groups, key=lambda group: group.key):
-                built[group.key] = self._build(group.key, group.members, epoch, group.timeout)
+                made.append(inner := self._build(group.key, group.members, epoch, group.timeout))
+                built.groups[group.key] = inner
         except BaseException:
-            for inner in built.values():
-                inner.release()
+            for each in made:
+                each.release()
             raise
         return built
 
-    def attach(self, built: dict[str, Inner]) -> None:
+    def attach(self, built: Built) -> None:
         """Use these connections. Collectives go on echoing until ``STATUS.connect``."""
-        self.gate, self.replication = built[GATE], built[REPLICATION]
+        self.gate, self.replication = built.gate, built.replication
         for group in self._groups:
-            if group.key in built:
-                group.attach(built[group.key])
+            if group.key in built.groups:
+                group.attach(built.groups[group.key])
 
     def cut(self, epoch: int, *, replication: bool = True) -> None:
         """Free everything that waits on connections of round ``epoch`` or an older one. Safe from any thread."""
@@ -101,10 +125,10 @@ class Registry:
             building = list(self._building)
         for connections in building:
             connections.cut()
-        inners = [group.inner for group in self._groups] + [self.gate]
-        for inner in [*inners, self.replication] if replication else inners:
-            if inner is not None and inner.epoch <= epoch:
-                inner.cut()
+        used: list[Inner | Transport | None] = [*(group.inner for group in self._groups), self.gate]
+        for each in [*used, self.replication] if replication else used:
+            if each is not None and each.epoch <= epoch:
+                each.cut()
 
     def release(self) -> None:
         """Let go of all connections (the groups stay).
@@ -113,7 +137,7 @@ class Registry:
         One that could not be freed receives nothing any more: its connections are cut.
         """
         gone = [group.detach() for group in self._groups]
-        gone += [inner.release() for inner in (self.gate, self.replication) if inner is not None]
+        gone += [each.release() for each in (self.gate, self.replication) if each is not None]
         self.gate = self.replication = None
         deadline = time.monotonic() + ABANDON_AFTER_S
         for event in gone:
@@ -121,26 +145,49 @@ class Registry:
                 event.wait(max(0.0, deadline - time.monotonic()))
 
     def _build(self, key: str, members: tuple[int, ...], epoch: int, timeout: timedelta) -> Inner:
+        store = self._meet(key, members, epoch, timeout)
+        connections = Connections()
+        with self._under_way(connections, epoch):
+            return build_inner(store, members.index(self.rank), len(members), self.host, epoch, timeout, connections)
+
+    def _build_replication(self, world: tuple[int, ...], epoch: int) -> Transport:
+        silence_s = OWN_TIMEOUT.total_seconds()
+        cards = [device for device in BACKENDS if device != "cpu"]
+        if cards:
+            return GroupTransport(
+                self._build("replication", world, epoch, OWN_TIMEOUT), torch.device(cards[0]), silence_s
+            )
+        mesh = Mesh(silence_s)
+        store = self._meet("replication", world, epoch, OWN_TIMEOUT)
+        try:
+            with self._under_way(mesh, epoch):
+                mesh.connect(store, self.rank, self.world_size, self.host, MESH_TIMEOUT_S)
+        except BaseException:
+            mesh.close()
+            raise
+        return TcpTransport(epoch, mesh, silence_s)
+
+    def _meet(self, key: str, members: tuple[int, ...], epoch: int, timeout: timedelta) -> Store:
+        """Wait for all members, which may come minutes apart (one still reads its data): gloo's own patience while
+        connecting is short. Returns the store they share."""
         assert self.make_store is not None
         store = PrefixStore(f"groups/{key}", self.make_store(epoch))
-        # Members may come minutes apart (one still reads its data); gloo's own patience while connecting is short.
         store.set(f"here/{self.rank}", "")
         store.wait([f"here/{rank}" for rank in members], timeout)
-        mine: list[Connections] = []
+        return store
 
-        def on_built(connections: Connections) -> None:
-            mine.append(connections)
-            with self._lock:
-                self._building.append(connections)
-                if self._cut_epoch >= epoch:
-                    connections.cut()
-
+    @contextmanager
+    def _under_way(self, connections: _Cuttable, epoch: int) -> Iterator[None]:
+        """While ``connections`` are being made, a cut of their round reaches them."""
+        with self._lock:
+            self._building.append(connections)
+            if self._cut_epoch >= epoch:
+                connections.cut()
         try:
-            return build_inner(store, members.index(self.rank), len(members), self.host, epoch, timeout, on_built)
+            yield
         finally:
             with self._lock:
-                for connections in mine:
-                    self._building.remove(connections)
+                self._building.remove(connections)
 
 
 REGISTRY = Registry(STATUS)

@@ -32,12 +32,14 @@ class WorkerContext:
     left_early: str = ""  # where a loop was left while its step was being discarded
 
     @property
-    def buddy(self) -> int | None:
-        return buddies(self._place_names)[self.rank]
+    def buddies(self) -> list[int]:
+        """The ranks that keep copies of this rank's shard."""
+        return [rank for rank in buddies(self._place_names)[self.rank : self.rank + 1] if rank is not None]
 
     @property
-    def ward(self) -> int | None:
-        return wards(buddies(self._place_names))[self.rank]
+    def wards(self) -> list[int]:
+        """The ranks whose copies this rank keeps."""
+        return [rank for rank in wards(buddies(self._place_names))[self.rank : self.rank + 1] if rank is not None]
 
     @property
     def places(self) -> list[int]:

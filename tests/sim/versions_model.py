@@ -30,8 +30,9 @@ NOTHING = Version(0, -1)
 # limit: two such starts in a row promise nothing for the third fault (see next_slot).
 INITIAL = -1
 OWN, WARD, SHARED = 0, 1, 2  # the pairs of slots that one rank writes
-# Where the version on its way from a rank to its buddy is
-CAPTURED, AGREED, SENT, RECEIVED, DONE = range(5)
+# How far a rank is with the pairs of slots that it writes itself, and with its ward's
+WRITTEN, SENDS, HASHED = range(3)
+EXPECTED, ARRIVES, ARRIVED = range(3)
 # What a rank is doing: training; in a round that has a plan; waiting for a round; not there yet
 RUNS, JOINS, WAITS, NEW = "runs", "joins", "waits", "new"
 
@@ -48,7 +49,12 @@ class Violation(AssertionError):
 class Job(NamedTuple):
     version: Version
     keep: Version | None
-    stage: int
+    own: int
+    ward: int
+
+    @property
+    def done(self) -> bool:
+        return self.own == HASHED and self.ward == ARRIVED
 
 
 class Known(NamedTuple):
@@ -264,46 +270,51 @@ class Model:
                 yield f"rank {r} captures step {rank.step}", self.capture(state, r)
         for r in numbers:
             rank = ranks[r]
-            if rank.doing is RUNS and rank.job and rank.job.stage < DONE:
-                shipped = self.ship(state, r, rank.job)
-                if shipped:
-                    yield f"rank {r} ships on", shipped
+            if rank.doing is RUNS and rank.job and not rank.job.done:
+                for label, after in (
+                    ("sends", self.send(state, r, rank.job)),
+                    ("receives", self.receive(state, r, rank.job)),
+                ):
+                    if after:
+                        yield f"rank {r} {label}", after
         together = state.vote is None and all(rank.doing is RUNS for rank in ranks)
         if together and not any(rank.course.due for rank in ranks):
             yield "vote", self.cast(state)
 
     def capture(self, state: State, r: int) -> State:
         rank = state.ranks[r]
-        if rank.job and rank.job.stage < DONE:
+        if rank.job and not rank.job.done:
             raise Violation(f"rank {r} captures step {rank.step} while {rank.job.version} is being shipped")
         version, keep = Version(state.epoch, rank.step), rank.course.kept
         held = state.held
         for which in range(len(held[r])):
             if which != WARD:
                 held = self._write(held, r, which, version, keep)
-        job = Job(version, keep, CAPTURED)
+        job = Job(version, keep, WRITTEN if len(held[r]) > SHARED else SENDS, EXPECTED)
         after = _with_rank(state, r, rank._replace(course=self._captured(rank.course, version), job=job))
         return after._replace(held=held)
 
-    def ship(self, state: State, r: int, job: Job) -> State | None:
-        """The next stage of the exchange with buddy and ward; None while it waits for one of them."""
-        buddy, ward = (self._stage(state, other, job) for other in (self.cluster.buddy[r], self.cluster.ward[r]))
-        held = state.held
-        if job.stage == CAPTURED and min(buddy, ward) >= CAPTURED:
-            held = self._write(held, r, WARD, job.version, job.keep)
-            if len(held[r]) > SHARED:
-                held = _completed(held, r, SHARED, job.version)
-        elif job.stage == AGREED and min(buddy, ward) >= AGREED:
-            held = _completed(held, r, OWN, job.version)
-        elif job.stage == SENT and ward >= SENT:
-            held = _completed(held, r, WARD, job.version)
-        elif job.stage == RECEIVED and buddy >= RECEIVED:
-            pass
+    def send(self, state: State, r: int, job: Job) -> State | None:
+        """What is held alike is hashed, then the message to the buddy is begun; at its end the own bytes are hashed."""
+        if job.own == HASHED:
+            return None
+        which = SHARED if job.own == WRITTEN else OWN
+        return self._shipped(state, r, _completed(state.held, r, which, job.version), job._replace(own=job.own + 1))
+
+    def receive(self, state: State, r: int, job: Job) -> State | None:
+        """The ward's message begins and ends, not before its sender has come as far. Nothing answers it."""
+        sent = self._sent(state, self.cluster.ward[r], job)
+        if job.ward == EXPECTED and min(job.own, sent) >= SENDS:
+            held = self._write(state.held, r, WARD, job.version, job.keep)
+        elif job.ward == ARRIVES and sent == HASHED:
+            held = _completed(state.held, r, WARD, job.version)
         else:
             return None
-        after = _with_rank(state, r, state.ranks[r]._replace(job=job._replace(stage=job.stage + 1)))
-        after = after._replace(held=held)
-        if held is not state.held and self._in_both_places(held, job.version):
+        return self._shipped(state, r, held, job._replace(ward=job.ward + 1))
+
+    def _shipped(self, state: State, r: int, held: Holdings, job: Job) -> State:
+        after = _with_rank(state, r, state.ranks[r]._replace(job=job))._replace(held=held)
+        if self._in_both_places(held, job.version):
             after = after._replace(protected=max(job.version, state.protected or NOTHING), lost=frozenset())
         return after
 
@@ -537,16 +548,17 @@ class Model:
         index = self.rules.next_slot((self.rules.header(pair[0]), self.rules.header(pair[1])), keep)
         return _put(held, r, _put(held[r], which, _put(pair, index, (*version, False))))
 
-    def _stage(self, state: State, r: int, job: Job) -> int:
+    def _sent(self, state: State, r: int, job: Job) -> int:
+        """How far rank ``r`` is with sending the version that its buddy expects."""
         other = state.ranks[r].job
-        if other is None or (other.version < job.version and other.stage == DONE):
+        if other is None or (other.version < job.version and other.done):
             return -1  # has not come to this version yet
         if other.version != job.version:
             raise Violation(f"rank {r} ships {other.version} to a rank that ships {job.version}")
-        return other.stage
+        return other.own
 
     def _complete(self, rank: Rank) -> Version:
-        return rank.job.version if rank.job and rank.job.stage == DONE else NOTHING
+        return rank.job.version if rank.job and rank.job.done else NOTHING
 
 
 def is_void(version: Version, turns: frozenset[tuple[int, Version]]) -> bool:
@@ -668,6 +680,6 @@ def _check_protects(graph: _Graph) -> None:
 
 def newest_is_protected(state: State) -> bool:
     return state.vote is None and all(
-        rank.doing is RUNS and rank.job and rank.job.stage == DONE and rank.job.version == (state.epoch, rank.step)
+        rank.doing is RUNS and rank.job and rank.job.done and rank.job.version == (state.epoch, rank.step)
         for rank in state.ranks
     )

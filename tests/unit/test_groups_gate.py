@@ -18,6 +18,7 @@ from p2pstate.errors import Retryable
 from p2pstate.groups.gate import Ballot, vote
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.status import PeerLost, Status
+from p2pstate.groups.transport import Incoming, Outgoing, Payload, TransferFailed
 
 NUM_RANKS = 3
 TIMEOUT = timedelta(seconds=60)
@@ -154,22 +155,36 @@ def test_registry_connects_overlapping_groups_in_any_order_of_creation(tmp_path:
 
 
 def cut_training_only(_line: Any, rank: int, num_ranks: int, folder: str) -> tuple[bool, bool, bool]:
-    """After an error the copies that are under way may still arrive: which groups work after which cut."""
+    """After an error the copies that are under way may still arrive: what works after which cut."""
     registry, _ = connect(rank, num_ranks, folder)
     assert registry.gate is not None
-    assert registry.replication is not None
     registry.cut(1, replication=False)
-    works = [does_work(registry.gate), does_work(registry.replication)]
+    works = [gate_works(registry.gate), replication_works(registry)]
     registry.cut(1)
-    return works[0], works[1], does_work(registry.replication)
+    return works[0], works[1], replication_works(registry)
 
 
-def does_work(inner: Any) -> bool:
+def gate_works(inner: Any) -> bool:
     try:
         inner.group.allreduce([torch.ones(1)], ReduceOp.MIN).wait(TIMEOUT)
     except RuntimeError:
         return False
     return True
+
+
+def replication_works(registry: Registry) -> bool:
+    """Every rank sends to the next one."""
+    assert registry.replication is not None
+    into = bytearray(3)
+    send = Outgoing((registry.rank + 1) % registry.world_size, b"", Payload(memoryview(b"abc")))
+    receive = Incoming(
+        (registry.rank - 1) % registry.world_size, lambda head, size: memoryview(into), lambda *digests: None
+    )
+    try:
+        registry.replication.exchange([send], [receive])
+    except TransferFailed:
+        return False
+    return into == b"abc"
 
 
 def test_registry_cut_of_the_training_groups_leaves_replication_alone(tmp_path: Path) -> None:
@@ -180,7 +195,7 @@ def cut_an_older_round(_line: Any, rank: int, num_ranks: int, folder: str) -> bo
     registry, _ = connect(rank, num_ranks, folder)
     registry.cut(0)
     assert registry.gate is not None
-    return does_work(registry.gate)
+    return gate_works(registry.gate)
 
 
 def test_registry_cut_of_an_older_round_leaves_this_one_alone(tmp_path: Path) -> None:

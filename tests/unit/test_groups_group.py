@@ -598,7 +598,7 @@ def give_up(_line: Any, rank: int, num_ranks: int, folder: str) -> list[str]:
         if rank > 0:
             continue
         group = P2PGroup("all", tuple(range(num_ranks)), rank, TIMEOUT, status)
-        group.attach(built["gate"])
+        group.attach(built.gate)
         status.connect(epoch)
         work = getattr(group, name)(*arguments)
         threading.Timer(0.05, status.fail, [RuntimeError("rank 1 died")]).start()

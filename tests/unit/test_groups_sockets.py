@@ -170,10 +170,10 @@ kept: list[Inner] = []  # the destructor of a group with an operation in flight 
 
 
 def inner_of(rank: int, num_ranks: int, folder: str) -> tuple[Inner, Connections]:
-    found: list[Connections] = []
+    connections = Connections()
     store = FileStore(f"{folder}/store", num_ranks)
-    kept.append(build_inner(store, rank, num_ranks, "127.0.0.1", 1, GROUP_TIMEOUT, found.append))
-    return kept[-1], found[0]
+    kept.append(build_inner(store, rank, num_ranks, "127.0.0.1", 1, GROUP_TIMEOUT, connections))
+    return kept[-1], connections
 
 
 def tcp_sockets() -> set[str]:

@@ -1,0 +1,181 @@
+"""Bulk transfers over a process group of their own: NCCL on cards, so that RDMA or EFA carries them.
+
+In: the :class:`Inner` of the replication group, messages. Out: messages moved in chunks of bounded size, hashed on the
+host. Every exchange has four parts, each for all messages: frames, heads, bodies, digests; in each part the n-th chunk
+of every pair of ranks travels in the n-th turn, so that ranks with different amounts to move never wait in a circle.
+
+Invariants: one thread uses the group at a time; memory on the card is one chunk per rank and direction, allocated once;
+a body goes straight from and into its slot where the group works on host memory.
+Known limits: a turn begins when the one before has ended; a transfer that no cut can free (see waiting.py) leaves its
+thread behind until the group's timeout.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+import xxhash
+
+from p2pstate.groups.inner import Inner
+from p2pstate.groups.transport import (
+    DIGEST_BYTES,
+    FRAME_BYTES,
+    Incoming,
+    Outgoing,
+    TransferFailed,
+    accepted,
+    pack_frame,
+    unpack_frame,
+)
+
+__all__ = ["CHUNK_BYTES", "GroupTransport"]
+
+CHUNK_BYTES = 4 << 20
+_TAG = 1
+
+
+class GroupTransport:
+    """``device``: of the tensors that the group sends and receives."""
+
+    def __init__(self, inner: Inner, device: torch.device, silence_s: float) -> None:
+        self.epoch = inner.epoch
+        self.name = "nccl" if device.type == "cuda" else "gloo"
+        self._inner = inner
+        self._device = device
+        self._silence_s = silence_s
+        self._staging: dict[tuple[str, int], torch.Tensor] = {}
+        self._cut = False
+
+    def exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> None:
+        try:
+            self._exchange(outgoing, incoming)
+        except RuntimeError as error:
+            raise TransferFailed(f"a transfer over {self.name} failed: {error}") from None
+
+    def cut(self) -> None:
+        self._cut = True
+        self._inner.cut()
+
+    def release(self) -> threading.Event:
+        self._cut = True
+        self._staging.clear()
+        return self._inner.release()
+
+    def _exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> None:
+        packed = [memoryview(bytearray(pack_frame(out))) for out in outgoing]
+        senders = [message.sender for message in incoming]
+        frames = [bytearray(FRAME_BYTES) for _ in incoming]
+        self._part(
+            [_Piece(out.to, raw[:FRAME_BYTES]) for out, raw in zip(outgoing, packed, strict=True)],
+            _pieces(senders, frames),
+        )
+        sizes = [unpack_frame(bytes(raw), sender) for sender, raw in zip(senders, frames, strict=True)]
+        heads = [bytearray(head_bytes) for head_bytes, _ in sizes]
+        self._part(
+            [_Piece(out.to, raw[FRAME_BYTES:]) for out, raw in zip(outgoing, packed, strict=True)],
+            _pieces(senders, heads),
+        )
+        bodies, hashers = [], [out.payload.claim() for out in outgoing]
+        for message, head, (_, body_bytes) in zip(incoming, heads, sizes, strict=True):
+            body = accepted(message, bytes(head), body_bytes)
+            bodies.append(_Piece(message.sender, body, xxhash.xxh3_128()))
+        self._part(
+            [_Piece(out.to, out.payload.body, hasher) for out, hasher in zip(outgoing, hashers, strict=True)], bodies
+        )
+        for out, hasher in zip(outgoing, hashers, strict=True):
+            if hasher is not None:
+                out.payload.hashed(hasher.digest())
+        announced = [bytearray(DIGEST_BYTES) for _ in incoming]
+        self._part(
+            [_Piece(out.to, memoryview(bytearray(out.payload.digest(self._silence_s)))) for out in outgoing],
+            _pieces(senders, announced),
+        )
+        if self._cut:
+            raise TransferFailed("a transfer was given up: the round is over")
+        errors = []
+        for message, piece, digest in zip(incoming, bodies, announced, strict=True):
+            assert piece.hasher is not None
+            try:
+                message.arrived(piece.hasher.digest(), bytes(digest))
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _part(self, sends: Sequence[_Piece], receives: Sequence[_Piece]) -> None:
+        """Move all of these, in turns of one chunk to and from each rank."""
+        for out, into in zip_longest(_turns(sends), _turns(receives), fillvalue=()):
+            self._turn(out, into)
+
+    def _turn(self, sends: Sequence[_Piece], receives: Sequence[_Piece]) -> None:
+        group = self._inner.group
+        if group is None:
+            raise TransferFailed("a transfer was given up: the round is over")
+        coalesces = group._get_backend(self._device).supports_coalescing
+        landing = [self._tensor("receive", piece) for piece in receives]
+        leaving = [self._tensor("send", piece) for piece in sends]
+        for piece, tensor in zip(sends, leaving, strict=True):
+            if self._staged:
+                tensor.copy_(_host(piece.view))
+        if coalesces:  # or two ranks that send to each other wait for each other's receive
+            group._start_coalescing(self._device)
+        works = [group.recv([tensor], piece.rank, _TAG) for piece, tensor in zip(receives, landing, strict=True)]
+        works += [group.send([tensor], piece.rank, _TAG) for piece, tensor in zip(sends, leaving, strict=True)]
+        if coalesces:
+            works = [group._end_coalescing(self._device)]
+        for piece in sends:
+            if piece.hasher is not None:
+                piece.hasher.update(piece.view)
+        for work in works:
+            work.wait()
+        for piece, tensor in zip(receives, landing, strict=True):
+            if self._staged:
+                _host(piece.view).copy_(tensor)  # waits for the card
+            if piece.hasher is not None:
+                piece.hasher.update(piece.view)
+
+    @property
+    def _staged(self) -> bool:
+        return self._device.type != "cpu"
+
+    def _tensor(self, direction: str, piece: _Piece) -> torch.Tensor:
+        """What the group works on: the memory itself, or a chunk on the card."""
+        if not self._staged:
+            return _host(piece.view)
+        chunk = self._staging.get((direction, piece.rank))
+        if chunk is None:
+            chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=self._device)
+            self._staging[direction, piece.rank] = chunk
+        return chunk[: len(piece.view)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Memory that goes to or comes from ``rank``, and what hashes it."""
+
+    rank: int
+    view: memoryview
+    hasher: xxhash.xxh3_128 | None = None
+
+
+def _pieces(senders: Sequence[int], buffers: Sequence[bytearray]) -> list[_Piece]:
+    return [_Piece(sender, memoryview(buffer)) for sender, buffer in zip(senders, buffers, strict=True)]
+
+
+def _turns(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+    """The next chunk of every rank, again and again; of one rank all chunks in their order."""
+    chunks: dict[int, list[_Piece]] = {}
+    for piece in pieces:
+        for start in range(0, len(piece.view), CHUNK_BYTES):
+            chunk = _Piece(piece.rank, piece.view[start : start + CHUNK_BYTES], piece.hasher)
+            chunks.setdefault(piece.rank, []).append(chunk)
+    for number in range(max(map(len, chunks.values()), default=0)):
+        yield [chunks[rank][number] for rank in sorted(chunks) if number < len(chunks[rank])]
+
+
+def _host(view: memoryview) -> torch.Tensor:
+    return torch.frombuffer(view, dtype=torch.uint8)
