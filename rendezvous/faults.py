@@ -16,8 +16,9 @@ class Fault:
 
     crash, restart, pause, resume, leave, propose (who: a name); cut (who: the names of one side, "a,b", or of both,
     "a|b,c"), cut_one_way (from the first name to all others), heal; ambush (the next node that completes a
-    decision loses what it then sends and is cut off), ambush_crash (it crashes instead); loss (amount: share of
-    messages lost), calm.
+    decision loses what it then sends and is cut off), ambush_crash (it crashes instead); strike_cut, strike_crash (as
+    soon as a proposal is under way somewhere, a random side is cut off, or its proposer or another node crashes; `who`
+    has then no meaning); loss (amount: share of messages lost), calm.
     """
 
     at_s: float
@@ -60,4 +61,15 @@ def random_schedule(rng: random.Random, names: Sequence[str], until_s: float, nu
         end = _ENDS.get(kind)
         if end is not None and (end != "restart" or rng.random() < 0.7):
             faults.append(Fault(end_s, end, who if end in ("restart", "resume") else ""))
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def deciding_schedule(rng: random.Random, names: Sequence[str], until_s: float, num_faults: int) -> tuple[Fault, ...]:
+    """A random schedule in which a partition and a crash also hit a decision while it is being made."""
+    faults = list(random_schedule(rng, names, until_s, num_faults))
+    for kind in ("strike_cut", "strike_crash"):
+        at_s = rng.uniform(0.0, 0.6 * until_s)
+        faults.append(Fault(at_s, kind))
+        faults += [Fault(at_s, "propose", name) for name in rng.sample(list(names), 2)]
+    faults.append(Fault(rng.uniform(0.7, 1.0) * until_s, "heal"))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))

@@ -5,7 +5,8 @@ event after which something that must never happen has happened.
 Invariants checked after every event: one view for each epoch; views only move forward; a decision was accepted by at
 least half of the incarnations of the view before it, or half of the expected names for the first; survivors keep their
 places and the round tells truly whether they did; no name twice in a view.
-Limits: messages are handed over as values (wire.py is tested by itself). Clocks run at one speed.
+Each life of an agent has a clock of its own: another zero, and up to 2 % fast or slow.
+Limits: messages are handed over as values (wire.py is tested by itself).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import functools
 import heapq
 import itertools
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,11 +55,26 @@ class _Application:
         return {}
 
 
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """What one host takes for the time."""
+
+    zero_s: float
+    rate: float
+
+    def local_s(self, now: float) -> float:
+        return self.zero_s + now * self.rate
+
+    def global_s(self, local_s: float) -> float:
+        return (local_s - self.zero_s) / self.rate
+
+
 @dataclass(slots=True)
 class SimulatedNode:
     """One life of one agent."""
 
     core: Core
+    clock: Clock
     running: bool = True
     paused: bool = False
     evicted: bool = False
@@ -74,6 +91,16 @@ class SimulatedNode:
 def _decides(event: events.Event) -> bool:
     """Can this event complete a decision here, rather than bring one that was made elsewhere?"""
     return not isinstance(event, events.Received) or isinstance(event.envelope.message, AcceptedVote | Promise)
+
+
+def _kind_of(view: View, before: View | None) -> str:
+    if before is None:
+        return "first"
+    if len(view.places) != len(before.places):
+        return "grown" if len(view.places) > len(before.places) else "shrunk"
+    if [member.key for member in view.places] != [member.key for member in before.places]:
+        return "a spare stepped in"
+    return "another round, same places" if view.round == view.epoch else "spares or witnesses changed"
 
 
 class Simulation:
@@ -107,6 +134,9 @@ class Simulation:
         self._cuts: list[tuple[frozenset[str], frozenset[str]]] = []
         self._loss = 0.0
         self._ambush = ""
+        self._strikes: list[str] = []
+        self.num_events = 0
+        self.coverage: Counter[str] = Counter()
         self.nodes: dict[str, SimulatedNode] = {}
         self.dead: list[SimulatedNode] = []
         self.decided: dict[int, View] = {}
@@ -131,6 +161,7 @@ class Simulation:
         self._cuts.clear()
         self._loss = 0.0
         self._ambush = ""
+        self._strikes.clear()
         for name in self.nodes:
             self._resume(name)
 
@@ -158,8 +189,9 @@ class Simulation:
             failure_s=self._timing.failure_s,
         )
         member = Member(name, next(self._lives), config.bind, config.role)
-        core = self._core_type(member, config, _Application(self._rng), self._rng, self.now)
-        node = SimulatedNode(core)
+        clock = Clock(self._rng.uniform(0.0, 1000.0), self._rng.uniform(0.98, 1.02))
+        core = self._core_type(member, config, _Application(self._rng), self._rng, clock.local_s(self.now))
+        node = SimulatedNode(core, clock)
         self.nodes[name] = node
         self._note(f"{member.key} starts")
         self._step(node, events.Contacts(config.contacts))
@@ -171,7 +203,8 @@ class Simulation:
             node.backlog.append(event)
             return
         before = node.core.agreement.last_accepted
-        effects = node.core.step(event, self.now)
+        self.num_events += 1
+        effects = node.core.step(event, node.clock.local_s(self.now))
         held = node.core.agreement.last_accepted
         if held is not None and held is not before:
             view, voters = self._accepted.setdefault((held.view.epoch, held.ballot), (held.view, set()))
@@ -180,6 +213,9 @@ class Simulation:
         if self._ambush and _decides(event) and any(isinstance(effect, out.Installed) for effect in effects):
             effects = [effect for effect in effects if not isinstance(effect, out.Send)]
             self._spring_ambush(node)
+        if self._strikes and node.core.agreement.proposal is not None:
+            strike = functools.partial(self._strike, self._strikes.pop(0), node)
+            self._at(self.now + self._rng.uniform(0.0, 0.03), strike)
         for effect in effects:
             self._perform(node, effect)
         self._schedule_tick(node)
@@ -192,8 +228,20 @@ class Simulation:
         else:
             self._cut(frozenset((node.member.name,)))
 
+    def _strike(self, kind: str, proposer: SimulatedNode) -> None:
+        """Hit a decision while it is being made; if it was made meanwhile, wait for the next one."""
+        if not any(node.core.agreement.proposal is not None for node in self.live()):
+            self._strikes.append(kind)
+            return
+        self.coverage[kind] += 1
+        names = sorted(node.member.name for node in self.live())
+        if kind == "strike_cut":
+            self._cut(frozenset(self._rng.sample(names, max(1, self._rng.randint(1, len(names)) // 2))))
+        else:
+            self.crash(proposer.member.name if self._rng.random() < 0.5 else self._rng.choice(names))
+
     def _schedule_tick(self, node: SimulatedNode) -> None:
-        due_s = max(node.core.next_deadline_s(), self.now + 1e-4)
+        due_s = max(node.clock.global_s(node.core.next_deadline_s()), self.now + 1e-4)
         if node.next_tick_s <= self.now or due_s < node.next_tick_s:
             node.next_tick_s = due_s
             self._at(due_s, lambda: self._tick(node, due_s))
@@ -213,10 +261,14 @@ class Simulation:
                 self._installed(node, effect.view, effect.member)
             case out.Evicted():
                 self._note(f"{node.member.key} is evicted by epoch {effect.view.epoch}")
+                self.coverage["evicted"] += 1
                 node.evicted = True
             case out.Changed():
+                proof = " with proof" if effect.change.proof else ""
+                self.coverage[f"member {effect.change.kind}{proof}"] += 1
                 self._note(f"{node.member.key}: {effect.change.member.key} {effect.change.kind} {effect.change.reason}")
             case out.Waiting():
+                self.coverage[f"waits: {effect.reason.rpartition(': ')[2].split(';')[0]}"] += 1
                 self._note(f"{node.member.key} waits: {effect.reason}")
             case _:
                 pass
@@ -276,6 +328,8 @@ class Simulation:
                 self._cuts.append((frozenset((first,)), frozenset(self._addresses) - {first}))
             case "ambush" | "ambush_crash":
                 self._ambush = fault.kind
+            case "strike_cut" | "strike_crash":
+                self._strikes.append(fault.kind)
             case "heal":
                 self._ambush = ""
                 self._cuts.clear()
@@ -338,10 +392,12 @@ class Simulation:
             self._check(not node.views or node.views[-1].epoch < view.epoch, f"{node.member.key} went back in epochs")
             self._check(not node.evicted, f"{node.member.key} came back after its eviction")
             node.views.append(view)
+        is_news = view.epoch not in self.decided
         known = self.decided.setdefault(view.epoch, view)
         self._check(known == view, f"epoch {view.epoch} was decided twice: {known} and {view}")
         if known is view:
             before = self.decided.get(view.epoch - 1)
+            self.coverage[f"view: {_kind_of(view, before)}"] += is_news
             voters = [
                 keys for (epoch, _), (held, keys) in self._accepted.items() if (epoch, held) == (view.epoch, view)
             ]

@@ -32,7 +32,10 @@ class Reporter:
         self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
     ) -> tuple[bool, dict[str, Any]]:
         new_round = bool(previous and any(ballot.get("worker_died") for ballot in ballots.values()))
-        return new_round, {"pids": sorted(ballot["pid"] for ballot in ballots.values()), "places": len(places)}
+        return new_round, {
+            "pids": sorted(ballot["pid"] for ballot in ballots.values() if "pid" in ballot),
+            "places": len(places),
+        }
 
     def progress(self) -> dict[str, Any]:
         return {"step": 7}

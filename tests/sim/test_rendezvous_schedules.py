@@ -5,18 +5,29 @@ Each schedule is a function of its seed: a failure names the seed, and `run_seed
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import random
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 
 from rendezvous import agreement, views
 from rendezvous.agreement import Agreement, Proposal
-from rendezvous.faults import Fault, random_schedule
+from rendezvous.faults import Fault, deciding_schedule, random_schedule
+from rendezvous.membership import Record
+from rendezvous.messages import AcceptedVote, Promise, Reject
+from rendezvous.motives import Motives
 from rendezvous.testing import InvariantViolation, Simulation
 from rendezvous.types import Change, MemberKey, View
 from rendezvous.views import Sizes
 
 NUM_SEEDS = 300
+NUM_DECIDING_SEEDS = 2080
+NUM_DECIDING_NEEDED = 2000
+NUM_EVENTS_NEEDED = 2_000_000
 FAULTS_UNTIL_S = 4.0
 CALM_UNTIL_S = 8.0
 
@@ -46,6 +57,71 @@ def run_seed(seed: int) -> Simulation:
 def test_random_schedules_keep_every_invariant_and_converge() -> None:
     num_epochs = sum(len(run_seed(seed).decided) for seed in range(NUM_SEEDS))
     assert num_epochs > 2 * NUM_SEEDS, "the schedules are too tame to prove anything"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What is left of a simulation that ran in another process."""
+
+    num_events: int
+    num_epochs: int
+    coverage: Counter[str]
+
+    @property
+    def hit_decisions(self) -> bool:
+        """Did both a partition and a crash come while a view was being decided?"""
+        return bool(self.coverage["strike_cut"] and self.coverage["strike_crash"])
+
+
+def run_deciding_seed(seed: int) -> Outcome:
+    """Five to seven members, some of them witnesses, and faults that wait for a decision to hit it."""
+    rng = random.Random(f"deciding {seed}")
+    names = [f"n{index}" for index in range(rng.choice((5, 5, 5, 6, 7)))]
+    witnesses = [names.pop()] if rng.random() < 0.3 else []
+    num_nodes_max = rng.randint(2, len(names))
+    simulation = Simulation(
+        seed,
+        names,
+        deciding_schedule(rng, names + witnesses, 1.6, rng.randint(1, 4)),
+        num_nodes_min=rng.randint(1, num_nodes_max),
+        num_nodes_max=num_nodes_max,
+        witnesses=witnesses,
+    )
+    simulation.run_until(1.6)
+    simulation.calm()
+    simulation.run_until(4.6)
+    simulation.check_converged()
+    return Outcome(simulation.num_events, len(simulation.decided), simulation.coverage)
+
+
+def run_deciding_seeds(seeds: range) -> tuple[int, int, Counter[str]]:
+    """-> (schedules whose faults hit decisions, events, coverage). A failing seed raises, naming itself."""
+    coverage: Counter[str] = Counter()
+    num_hit = num_events = 0
+    with ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("spawn")) as pool:
+        for outcome in pool.map(run_deciding_seed, seeds, chunksize=25):
+            num_hit += outcome.hit_decisions
+            num_events += outcome.num_events
+            coverage += outcome.coverage
+    transitions = "\n".join(f"{count:9} {text}" for text, count in sorted(coverage.items()))
+    print(f"{num_hit} of {len(seeds)} schedules hit decisions, {num_events} events\n{transitions}")
+    return num_hit, num_events, coverage
+
+
+def test_partitions_and_crashes_while_views_are_decided_keep_every_invariant() -> None:
+    num_hit, num_events, coverage = run_deciding_seeds(range(NUM_DECIDING_SEEDS))
+    assert num_hit >= NUM_DECIDING_NEEDED
+    assert num_events >= NUM_EVENTS_NEEDED
+    kinds = {"first", "grown", "shrunk", "a spare stepped in", "another round, same places"}
+    assert {f"view: {kind}" for kind in kinds} <= set(coverage)
+    changes = {"joined", "suspect", "alive", "dead", "dead with proof", "left with proof"}
+    assert {"evicted", *(f"member {change}" for change in changes)} <= set(coverage)
+
+
+@pytest.mark.soak
+def test_a_hundred_times_as_many_partitions_and_crashes_keep_every_invariant() -> None:
+    first = NUM_DECIDING_SEEDS
+    run_deciding_seeds(range(first, first + 100 * NUM_DECIDING_SEEDS))
 
 
 @pytest.mark.slow
@@ -110,13 +186,48 @@ def decided_epoch_again(self: Agreement) -> int:
     return max(0, self.view.epoch - 1) if self.view else 0
 
 
-MUTATIONS: dict[str, tuple[object, str, object]] = {
-    "a single vote decides": (agreement, "has_quorum", any_vote),
-    "half decides without proof": (agreement, "has_quorum", any_tie),
-    "whoever is proven dead is not needed": (agreement, "has_quorum", all_that_live),
-    "an accepted value is ignored": (Agreement, "_adopted", staticmethod(adopt_nothing)),
-    "a restarted voter votes in a first view": (Agreement, "is_voter", restarted_votes_too),
-    "an epoch is used again": (Agreement, "epoch", property(decided_epoch_again)),
+def by_name(self: Agreement, key: MemberKey) -> MemberKey:
+    """The incarnation in the view that has this name, whichever it is."""
+    return next((known for known in self.view.keys if known.name == key.name), key) if self.view else key
+
+
+def any_incarnation_is_voter(self: Agreement) -> bool:
+    if self.view is None:
+        return is_voter(self)
+    return not self.abstains and by_name(self, self.me) in self.view.keys
+
+
+def any_incarnation_answers(
+    self: Agreement, proposal: Proposal, sender: MemberKey, message: Promise | AcceptedVote | Reject, now: float
+) -> None:
+    on_answer(self, proposal, by_name(self, sender), message, now)
+
+
+def any_incarnation_is_asked(self: Agreement) -> list[Record]:
+    records = [record for record in self._membership.others() if not record.ended]
+    return [record for record in records if self.view is None or by_name(self, record.member.key) in self.view.keys]
+
+
+def turn_of_members(self: Motives) -> float:
+    """Who votes for its predecessor has no turn of its own."""
+    view = self._agreement.view
+    return float("inf") if view is not None and self._membership.me.key not in view.keys else turn_s(self)
+
+
+is_voter, on_answer, turn_s = Agreement.is_voter, Agreement._on_answer, Motives._turn_s
+MUTATIONS: dict[str, list[tuple[object, str, object]]] = {
+    "a single vote decides": [(agreement, "has_quorum", any_vote)],
+    "half decides without proof": [(agreement, "has_quorum", any_tie)],
+    "whoever is proven dead is not needed": [(agreement, "has_quorum", all_that_live)],
+    "an accepted value is ignored": [(Agreement, "_adopted", staticmethod(adopt_nothing))],
+    "a restarted voter votes in a first view": [(Agreement, "is_voter", restarted_votes_too)],
+    "an incarnation votes for its predecessor": [
+        (Agreement, "is_voter", any_incarnation_is_voter),
+        (Agreement, "voters", any_incarnation_is_asked),
+        (Agreement, "_on_answer", any_incarnation_answers),
+        (Motives, "_turn_s", turn_of_members),
+    ],
+    "an epoch is used again": [(Agreement, "epoch", property(decided_epoch_again))],
 }
 
 
@@ -138,6 +249,20 @@ def run_cut_off_while_the_others_go_on_and_die() -> Simulation:
     return scripted(schedule, "abcd", 9.0, num_nodes_min=1, start_s={"d": 3.5})
 
 
+def run_two_of_three_acceptors_restarted() -> Simulation:
+    """a decides with b and c and is cut off then; b and c are restarted and meet d and e, who know nothing of it."""
+    schedule = [
+        Fault(2.0, "cut", "d,e"),
+        Fault(2.0, "ambush"),
+        Fault(2.0, "propose", "a"),
+        *(Fault(2.2, "crash", name) for name in "bc"),
+        Fault(2.3, "heal"),
+        Fault(2.3, "cut", "a"),
+        *(Fault(2.3, "restart", name) for name in "bc"),
+    ]
+    return scripted(schedule, "abcde", 6.0, num_nodes_min=1)
+
+
 def run_everything_that_finds_mistakes() -> None:
     """Scripted cases that a broken rule turns into a violation, then some random schedules."""
     scripted([Fault(2.0, "ambush_crash"), Fault(2.0, "propose", "b")], "abc", 6.0, num_nodes_min=1)
@@ -145,14 +270,15 @@ def run_everything_that_finds_mistakes() -> None:
     restarted = [Fault(2.0, "cut", "a"), *(Fault(2.0, "crash", name) for name in "bc")]
     scripted([*restarted, *(Fault(2.1, "restart", name) for name in "bc")], "abc", 6.0, num_nodes_min=1)
     run_cut_off_while_the_others_go_on_and_die()
+    run_two_of_three_acceptors_restarted()
     for seed in range(40):
         run_seed(seed)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_broken_rule_is_found(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, name, replacement = MUTATIONS[mutation]
-    monkeypatch.setattr(target, name, replacement)
+    for target, name, replacement in MUTATIONS[mutation]:
+        monkeypatch.setattr(target, name, replacement)
     with pytest.raises(InvariantViolation):
         run_everything_that_finds_mistakes()
 
@@ -166,6 +292,12 @@ def test_cut_off_member_does_not_go_on_alone_when_all_it_knows_are_proven_dead()
     assert {m.name for m in simulation.decided[3].members} == {"a", "b", "d"}
     assert simulation.nodes["c"].core.newest == simulation.decided[1]
     assert all(simulation.nodes["c"].core.membership.records[m.key].ended for m in simulation.decided[1].places)
+
+
+def test_restarted_acceptors_do_not_vote_for_their_predecessors() -> None:
+    simulation = run_two_of_three_acceptors_restarted()
+    assert list(simulation.decided) == [1, 2]
+    assert simulation.nodes["d"].core.newest == simulation.decided[1]
 
 
 def test_decision_lost_with_its_proposer_is_adopted_by_the_next_one() -> None:
