@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from p2pstate.agent.agent import Agent
 from p2pstate.agent.job import Job
 from p2pstate.errors import EXIT_CONFIG
+from p2pstate.witness import Witness
 from rendezvous.config import PRESETS, Config
 from rendezvous.keys import make_key_file, read_key_file
 from rendezvous.types import RendezvousError, Role
@@ -29,8 +30,10 @@ MAX_ROUNDS_WITHOUT_PROGRESS = 5
 
 def p2prun(argv: Sequence[str] | None = None) -> int:
     """Run one node: its agent is this process, its workers are this process's descendants."""
-    parser = _parser()
-    options = parser.parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments[:1] == ["witness"]:
+        return _witness(arguments[1:])
+    options = _parser().parse_args(arguments)
     try:
         config, job = _configure(options)
         agent = Agent(config, job)
@@ -64,6 +67,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _witness(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="p2prun witness",
+        description="Add a vote to a run, from any host: with one, a run on two nodes survives the silent loss of a "
+        "node. Start the nodes with --witnesses (torchrun: --rdzv-conf witnesses=1).",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    _add_run(parser)
+    _add_network(parser)
+    parser.add_argument("--name", default=f"witness-{socket.gethostname()}", help="unique within the run")
+    options = parser.parse_args(arguments)
+    try:
+        config = _config(options, Role.WITNESS, num_workers=0)
+        witness = Witness(config)
+    except (ValueError, RendezvousError, OSError) as error:
+        print(f"p2prun witness: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+
+    def on_signal(number: int, _frame: object) -> None:
+        name = signal.Signals(number).name
+        witness.node.call_soon_threadsafe(lambda: witness.end(128 + number, f"{name} was sent to {config.name}"))
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
+    return witness.run()
+
+
 def _keygen(path: str) -> int:
     try:
         make_key_file(path)
@@ -84,19 +114,10 @@ def _parser() -> argparse.ArgumentParser:
         "with the same arguments except --name and --bind; surplus nodes become spares.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    run = parser.add_argument_group("the run")
-    run.add_argument("--run-id", default=os.environ.get("P2PSTATE_RUN_ID", "default"), help="the same on every node")
-    run.add_argument("--nnodes", default="1", metavar="N or MIN:MAX", help="training nodes")
+    run = _add_run(parser)
     run.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="workers per node")
-    run.add_argument("--spares", type=int, default=0, metavar="N", help="spare nodes the first view waits for")
     run.add_argument("--run-dir", metavar="DIR", help="where events and logs go (one file per node)")
-    net = parser.add_argument_group("the network")
-    net.add_argument("--contacts", default="", metavar="LIST", help="host:port,... of nodes to ask; any one suffices")
-    net.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="where this node listens")
-    net.add_argument("--advertise", metavar="HOST:PORT", help="how others reach this node, if not at --bind")
-    net.add_argument("--key-file", metavar="FILE", help="the run's secret (p2pstate keygen); needed off loopback")
-    net.add_argument("--insecure", action="store_true", help="listen off loopback without a key")
-    net.add_argument("--preset", choices=sorted(PRESETS), default="default", help="timeouts")
+    _add_network(parser)
     node = parser.add_argument_group("this node")
     node.add_argument("--name", default=socket.gethostname(), help="unique within the run")
     node.add_argument("--max-restarts", type=int, default=1000, metavar="N", help="workers replaced before giving up")
@@ -118,20 +139,35 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
+def _add_run(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """What every member of a run must be told alike."""
+    run = parser.add_argument_group("the run")
+    run.add_argument("--run-id", default=os.environ.get("P2PSTATE_RUN_ID", "default"), help="the same on every node")
+    run.add_argument("--nnodes", default="1", metavar="N or MIN:MAX", help="training nodes")
+    run.add_argument("--spares", type=int, default=0, metavar="N", help="spare nodes the first view waits for")
+    run.add_argument("--witnesses", type=int, default=0, metavar="N", help="witnesses the first view waits for")
+    return run
+
+
+def _add_network(parser: argparse.ArgumentParser) -> None:
+    net = parser.add_argument_group("the network")
+    net.add_argument("--contacts", default="", metavar="LIST", help="host:port,... of nodes to ask; any one suffices")
+    net.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="where this node listens")
+    net.add_argument("--advertise", metavar="HOST:PORT", help="how others reach this node, if not at --bind")
+    net.add_argument("--key-file", metavar="FILE", help="the run's secret (p2pstate keygen); needed off loopback")
+    net.add_argument("--insecure", action="store_true", help="listen off loopback without a key")
+    net.add_argument("--preset", choices=sorted(PRESETS), default="default", help="timeouts")
+
+
+def _config(options: argparse.Namespace, role: Role, num_workers: int) -> Config:
     """Raises ValueError or OSError, saying what is wrong with which option and what to do."""
     low, _, high = options.nnodes.partition(":")
     if not (low.isdigit() and (high or low).isdigit()):
         raise ValueError(f"--nnodes {options.nnodes}: give a number, or MIN:MAX")
-    if int(low) != int(high or low):
+    if role is Role.NODE and int(low) != int(high or low):
         raise ValueError(f"--nnodes {options.nnodes}: the number of training nodes is fixed so far, give one number")
-    if options.nproc_per_node < 1:
-        raise ValueError(f"--nproc-per-node {options.nproc_per_node}: at least one worker is needed")
-    if not options.module and not os.path.isfile(options.script):
-        raise ValueError(f"there is no script {options.script!r} here ({os.getcwd()}); -m runs a module")
     contacts = tuple(part.strip() for part in options.contacts.split(",") if part.strip())
-    num_nodes = int(low)
-    if not contacts and num_nodes + options.spares > 1:
+    if not contacts and (role is Role.WITNESS or int(high or low) + options.spares + options.witnesses > 1):
         raise ValueError("--contacts is missing: list host:port of some nodes of this run (this one may be among them)")
     config = Config.from_env(
         run_id=options.run_id,
@@ -139,16 +175,27 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         bind=options.bind,
         advertise=options.advertise,
         contacts=contacts,
-        role=Role.NODE,
-        num_workers=options.nproc_per_node,
-        num_nodes_min=num_nodes,
-        num_nodes_max=num_nodes,
+        role=role,
+        num_workers=num_workers,
+        num_nodes_min=int(low),
+        num_nodes_max=int(high or low),
         num_spares_expected=options.spares,
+        num_witnesses_expected=options.witnesses,
         preset=options.preset,
         key=read_key_file(options.key_file) if options.key_file else None,
         insecure=options.insecure,
     )
     check_exposure(config)
+    return config
+
+
+def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
+    """Raises ValueError or OSError, saying what is wrong with which option and what to do."""
+    if options.nproc_per_node < 1:
+        raise ValueError(f"--nproc-per-node {options.nproc_per_node}: at least one worker is needed")
+    if not options.module and not os.path.isfile(options.script):
+        raise ValueError(f"there is no script {options.script!r} here ({os.getcwd()}); -m runs a module")
+    config = _config(options, Role.NODE, options.nproc_per_node)
     job = Job(
         script=options.script,
         args=tuple(options.args),

@@ -15,7 +15,7 @@ import os
 import select
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rendezvous.autoload import ENV_AGENT
@@ -82,8 +82,7 @@ class NodeAgent:
     def decide(
         self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
     ) -> tuple[bool, dict[str, Any]]:
-        left = {ballot.get("left_round") for ballot in ballots.values()}
-        return previous is not None and previous.round in left, {}
+        return decide_round(previous, ballots.values())
 
     def on_view(self, view: View) -> None:
         self._view, self._place = view, view.place_of(self.node.key)
@@ -212,6 +211,12 @@ class NodeAgent:
 
     def _say(self, sentence: str) -> None:
         print(f"[{self._config.name}] rendezvous: {sentence}", file=sys.stderr, flush=True)
+
+
+def decide_round(previous: View | None, ballots: Iterable[Mapping[str, Any]]) -> tuple[bool, dict[str, Any]]:
+    """See rendezvous.types.Application.decide: a new round if somebody's workers of this one have ended."""
+    left = {ballot.get("left_round") for ballot in ballots}
+    return previous is not None and previous.round in left, {}
 
 
 def open_node(config: Config, binds: Sequence[str], launcher: Channel, launcher_pid: int) -> NodeAgent:
