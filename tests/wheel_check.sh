@@ -63,3 +63,24 @@ print(f"from the wheel: {compared.num_tensors} tensors and {compared.num_batches
 sys.exit("\n".join(compared.differences) or (0 if killed and compared.identical else "the comparison was empty"))
 PYTHON
 echo "from the wheel: identical after a killed worker"
+
+# The wheel's entry points: an unchanged script under stock torchrun gets its store from the node's agent.
+cat >unchanged.py <<'PYTHON'
+import torch
+import torch.distributed as dist
+
+
+def refuse(*args, **kwargs):
+    raise SystemExit("a TCPStore was made")
+
+
+dist.TCPStore.__init__ = refuse
+dist.init_process_group("gloo")
+total = torch.ones(1)
+dist.all_reduce(total)
+assert total.item() == 2, total
+dist.destroy_process_group()
+PYTHON
+OMP_NUM_THREADS=1 timeout --kill-after=5 120 "$bin/python" -m torch.distributed.run --rdzv-backend=p2p --rdzv-id wheel \
+    --nnodes 1 --nproc-per-node 2 unchanged.py >torchrun.log 2>&1 || { tail -n 30 torchrun.log; exit 1; }
+echo "from the wheel: torchrun --rdzv-backend=p2p runs an unchanged script"
