@@ -156,8 +156,8 @@ class Config:
 
     @staticmethod
     def from_env(env: Mapping[str, str] | None = None, **arguments: Any) -> Config:
-        """`arguments` completed by P2PSTATE_RUN_ID, _NAME, _BIND, _ADVERTISE, _CONTACTS (commas), _KEY (hex), _KEY_FILE
-        and _PRESET.
+        """`arguments` completed by P2PSTATE_RUN_ID, _NAME, _BIND, _ADVERTISE, _CONTACTS (commas), _KEY (hex),
+        _KEY_FILE, _LABELS ("rack=r1,zone=z2") and _PRESET.
 
         OSError if a key file cannot be read. `preset` ("default" or "local") may also be an argument; probe_interval_s
         and failure_s win over it.
@@ -171,6 +171,8 @@ class Config:
             arguments["contacts"] = tuple(part.strip() for part in listed.split(",") if part.strip())
         if arguments.get("key") is None:
             arguments["key"] = _key_from(source)
+        if arguments.get("labels") is None:
+            arguments["labels"] = _labels_from(source.get(_ENV_PREFIX + "LABELS", ""))
         preset = arguments.pop("preset", None) or source.get(_ENV_PREFIX + "PRESET", "default")
         if preset not in PRESETS:
             raise ValueError(f"preset must be one of {sorted(PRESETS)}, not {preset!r}")
@@ -189,6 +191,13 @@ def _key_from(source: Mapping[str, str]) -> bytes | None:
     if secret is not None:
         return key_from_hex(secret, _ENV_PREFIX + "KEY")
     return read_key_file(path) if path else None
+
+
+def _labels_from(text: str) -> dict[str, str]:
+    pairs = [part.partition("=") for part in text.split(",") if part.strip()]
+    if not all(name.strip() and value.strip() for name, _, value in pairs):
+        raise ValueError(f"{_ENV_PREFIX}LABELS {text!r} is not of the form rack=r1,zone=z2")
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def split_endpoint(text: str, what: str, *, any_port: bool = False) -> tuple[str, int]:

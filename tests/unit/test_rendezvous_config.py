@@ -106,3 +106,11 @@ def test_key_file_is_read_where_no_key_is_given(tmp_path: Path) -> None:
     found = Config.from_env({"P2PSTATE_KEY_FILE": str(path)}, **GOOD).key
     assert found == bytes.fromhex(path.read_text())
     assert Config.from_env({"P2PSTATE_KEY_FILE": str(path), "P2PSTATE_KEY": "ab" * 32}, **GOOD).key == b"\xab" * 32
+
+
+def test_labels_come_from_the_environment_unless_given() -> None:
+    env = {"P2PSTATE_LABELS": "rack=r1, zone=z2"}
+    assert Config.from_env(env, **GOOD).labels == {"rack": "r1", "zone": "z2"}
+    assert Config.from_env(env, **GOOD, labels={"rack": "r9"}).labels == {"rack": "r9"}
+    with pytest.raises(ValueError, match="P2PSTATE_LABELS 'rack' is not of the form"):
+        Config.from_env({"P2PSTATE_LABELS": "rack"}, **GOOD)
