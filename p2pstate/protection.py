@@ -24,7 +24,6 @@ from p2pstate.worker.context import WorkerContext
 
 __all__ = ["Protection"]
 
-MIN_SHIPPING_WAIT_S = 0.02
 FIRST_VERSION_WAIT_S = 30.0
 DRAIN_S = 0.5  # how long copies that are under way may still arrive after a fault
 
@@ -40,6 +39,7 @@ class Protection:
         self.stats = ProtectionStats()
         self._shipper = self._make_shipper()
         self._course = Course(every)
+        self._captured_since_vote = False
 
     @property
     def protected(self) -> Version | None:
@@ -77,6 +77,7 @@ class Protection:
         began = time.monotonic()
         images = self._capturer.capture(self._state.collect(), version, keep)
         self._course = self._course.captures(version)
+        self._captured_since_vote = True
         self._shipper.ship(images, keep, transport, began)
         self.stats.capture_s.append(time.monotonic() - began)
         self.stats.num_captured += 1
@@ -85,13 +86,14 @@ class Protection:
 
     def wait_a_little(self, step_s: float) -> None:
         """Give the version of the step before a little time to arrive, so that the next one need not be skipped."""
-        if self._shipper.wait(0):
-            self.stats.num_in_time += 1
+        arrived = self._shipper.wait(0)
+        self.stats.num_in_time += arrived and self._captured_since_vote
+        self._captured_since_vote = False
+        if arrived:
             return
         began = time.monotonic()
-        budget_s = max(MIN_SHIPPING_WAIT_S, self._max_overhead * step_s)
         # Before the first version has arrived there is nothing to fall back to: training begins protected.
-        self._shipper.wait(budget_s if self.protected is not None else FIRST_VERSION_WAIT_S)
+        self._shipper.wait(self._max_overhead * step_s if self.protected is not None else FIRST_VERSION_WAIT_S)
         self.stats.wait_s.append(time.monotonic() - began)
 
     def drain(self, timeout_s: float) -> None:
