@@ -93,7 +93,8 @@ class Capturer:
         self._rank = rank
         self._places = tuple(places)
         self._pairs: dict[Part, SlotPair] = {}
-        self._layouts: dict[Part, Layout] = {}
+        self._layouts: dict[Part, _KnownLayout] = {}
+        self._divisions: dict[tuple[int, ...], _Division] = {}
 
     def capture(self, collected: Collected, version: Version, keep: Version | None) -> list[Image]:
         """Copy the state into this rank's slots. The caller may change the state as soon as this returns."""
@@ -108,8 +109,7 @@ class Capturer:
         for members, leaves in sorted(shared.items()):
             local = [rank for rank in members if self._places[rank] == self._places[self._rank]]
             piece = local.index(self._rank)
-            sizes = [(leaf.name, leaf.tensor.numel() * leaf.tensor.element_size()) for leaf in leaves]
-            mine = set(divide(sizes, len(local))[piece])
+            mine = self._divided(members, leaves, piece, len(local))
             kept = [leaf for leaf in leaves if leaf.name in mine]
             images.append(self._write(Part.shared(members, piece, len(local)), kept, b"", version, keep, 0))
         return images
@@ -132,9 +132,9 @@ class Capturer:
         pair = self._pairs.get(part)
         if pair is None:
             pair = self._pairs[part] = SlotPair(self._link, part)
-        layout = self._layout_for(part, leaves)
-        tail = msgpack.packb({"table": layout.table(), "values": values}, use_bin_type=True)
-        tail += _FOOTER.pack(layout.num_bytes)
+        known = self._layout_for(part, leaves)
+        layout = known.layout
+        tail = known.tail_begin + msgpack.packb(values, use_bin_type=True) + _FOOTER.pack(layout.num_bytes)
         needed = layout.num_bytes + len(tail)
         slot = pair.target(needed, keep)
         slot.begin()
@@ -144,12 +144,38 @@ class Capturer:
         body[layout.num_bytes : needed] = tail
         return Image(part, slot, version, layout.num_bytes, len(tail), num_shared_sets)
 
-    def _layout_for(self, part: Part, leaves: Sequence[Leaf]) -> Layout:
+    def _layout_for(self, part: Part, leaves: Sequence[Leaf]) -> _KnownLayout:
         """The layout of the last version while it fits: its views into the slots are reused."""
         known = self._layouts.get(part)
-        if known is None or not known.fits(leaves):
-            known = self._layouts[part] = Layout.build(leaves)
+        if known is None or not known.layout.fits(leaves):
+            layout = Layout.build(leaves)
+            packer = msgpack.Packer(use_bin_type=True)
+            begin = [packer.pack_map_header(2), *map(packer.pack, ("table", layout.table(), "values"))]
+            known = self._layouts[part] = _KnownLayout(layout, b"".join(begin))
         return known
+
+    def _divided(self, members: tuple[int, ...], leaves: Sequence[Leaf], piece: int, num_pieces: int) -> frozenset[str]:
+        """The names of this rank's piece of what ``members`` hold alike; computed anew when names or sizes change."""
+        sizes = [(leaf.name, leaf.tensor.nbytes) for leaf in leaves]
+        known = self._divisions.get(members)
+        if known is None or known.sizes != sizes:
+            known = _Division(sizes, frozenset(divide(sizes, num_pieces)[piece]))
+            self._divisions[members] = known
+        return known.mine
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownLayout:
+    """``tail_begin``: the packed table, and all else of a tail that comes before the plain values."""
+
+    layout: Layout
+    tail_begin: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Division:
+    sizes: list[tuple[str, int]]
+    mine: frozenset[str]
 
 
 def read_image(body: torch.Tensor) -> tuple[dict[str, torch.Tensor], bytes]:
