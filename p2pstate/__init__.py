@@ -68,6 +68,10 @@ Layout, from the top down (a file imports only what stands above it):
     data/order.py
     data/split.py
     data/sampler.py
+    data/shards.py
+    data/tokens.py
+    data/pack.py
+    data/command.py
     witness.py              a member that only votes
     cli.py                  p2prun, p2pstate
 End of layout.

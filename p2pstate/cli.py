@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 from p2pstate.agent.agent import Agent
 from p2pstate.agent.job import Job
+from p2pstate.data.command import add_command as add_data_command
+from p2pstate.data.command import run_command as run_data_command
 from p2pstate.errors import EXIT_CONFIG
 from p2pstate.witness import Witness
 from rendezvous.config import PRESETS, Config
@@ -60,9 +62,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     keygen = commands.add_parser("keygen", help="make the secret that the nodes of a run share")
     keygen.add_argument("file", metavar="FILE", help="a new file; an existing one is never overwritten")
+    add_data_command(commands)
     options = parser.parse_args(argv)
     if options.command == "keygen":
         return _keygen(options.file)
+    if options.command == "data":
+        return run_data_command(options)
     parser.print_help()
     return 0
 

@@ -6,7 +6,28 @@ position), with positions that mean *delivered* and can be saved, restored and t
 
 from __future__ import annotations
 
-from p2pstate.data.order import Mixture, Shuffled
-from p2pstate.data.sampler import Sampler
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Mixture", "Sampler", "Shuffled"]
+if TYPE_CHECKING:
+    from p2pstate.data.order import Mixture, Shuffled
+    from p2pstate.data.sampler import Sampler
+    from p2pstate.data.shards import DataChanged
+    from p2pstate.data.tokens import MmapTokens
+
+__all__ = ["DataChanged", "Mixture", "MmapTokens", "Sampler", "Shuffled"]
+
+_MODULES = {
+    "DataChanged": "shards",
+    "Mixture": "order",
+    "MmapTokens": "tokens",
+    "Sampler": "sampler",
+    "Shuffled": "order",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # the commands (p2pstate data pack) and the agents that share them need no torch
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"p2pstate.data.{_MODULES[name]}"), name)
+    raise AttributeError(f"module 'p2pstate.data' has no attribute {name!r}")

@@ -1,0 +1,55 @@
+"""``p2pstate data pack``: the command around ``pack.py``.
+
+In: arguments. Out: an exit code, and one line that says what was written or why nothing was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+__all__ = ["add_command", "run_command"]
+
+
+def add_command(commands: Any) -> None:
+    """Adds ``data`` to the subparsers of ``p2pstate``."""
+    data = commands.add_parser("data", help="prepare training data")
+    actions = data.add_subparsers(dest="action", metavar="ACTION", required=True)
+    packer = actions.add_parser(
+        "pack",
+        help="tokenize text (a document per file) or JSON lines (a document per line) into a token file",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    packer.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="text files, or .jsonl and .ndjson files")
+    packer.add_argument("--output", required=True, type=Path, metavar="FILE.bin", help="the token file")
+    packer.add_argument(
+        "--tokenizer", default="p2pstate.data.pack:bytes_of", metavar="MODULE:FUNCTION", help="string to integers"
+    )
+    packer.add_argument("--dtype", default="uint16", help="uint8, uint16 or uint32")
+    packer.add_argument("--field", default="text", metavar="NAME", help="of a JSON object, which holds the text")
+    packer.add_argument("--end-token", type=int, metavar="N", help="a token put behind each document")
+
+
+def run_command(options: argparse.Namespace) -> int:
+    """Exit code 0, or 1 with a sentence."""
+    from p2pstate.data.pack import load_tokenizer, pack, show  # here, so that other commands start without NumPy
+
+    sys.path.insert(0, os.getcwd())  # where a tokenizer of one's own usually lies
+    try:
+        packed = pack(
+            options.inputs,
+            options.output,
+            load_tokenizer(options.tokenizer),
+            dtype=options.dtype,
+            field=options.field,
+            end_token=options.end_token,
+            progress=show,
+        )
+    except (ValueError, OSError) as error:
+        print(f"p2pstate data pack: {error}", file=sys.stderr)
+        return 1
+    print(f"{packed.path}: {packed.num_tokens} tokens of {packed.num_documents} documents")
+    return 0
