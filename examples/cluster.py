@@ -86,11 +86,13 @@ class Cluster:
         num_workers: int,
         environ: Mapping[str, str],
         namespaces: bool = False,
+        racks: Sequence[str] = (),
     ) -> None:
         folder.mkdir(parents=True)
         self.folder = folder
         self.events = EventReader(folder)
         self._script = script
+        self._racks = racks  # of the first nodes
         self._environ = {**os.environ, **environ, MARK: str(folder)}
         self._shared_memory = shared_memory()
         self._options = [
@@ -125,6 +127,7 @@ class Cluster:
             *p2prun_command(),
             *self._options,
             *("--contacts", ",".join(contacts), "--bind", address, "--name", name),
+            *(("--label", f"rack={self._racks[index]}") if index < len(self._racks) else ()),
             *self._script,
         ]
         with (self.folder / f"agent-{name}.log").open("wb") as log:

@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from p2pstate.agent.agent import Agent
 from p2pstate.agent.job import Job
@@ -125,6 +125,13 @@ def _parser() -> argparse.ArgumentParser:
     _add_network(parser)
     node = parser.add_argument_group("this node")
     node.add_argument("--name", default=socket.gethostname(), help="unique within the run")
+    node.add_argument(
+        "--label",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="rack=NAME and zone=NAME: what fails together; copies go to other racks and zones (may be repeated)",
+    )
     node.add_argument("--max-restarts", type=int, default=1000, metavar="N", help="workers replaced before giving up")
     node.add_argument(
         "--give-up-after",
@@ -164,7 +171,9 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     net.add_argument("--preset", choices=sorted(PRESETS), default="default", help="timeouts")
 
 
-def _config(options: argparse.Namespace, role: Role, num_workers: int) -> Config:
+def _config(
+    options: argparse.Namespace, role: Role, num_workers: int, labels: Mapping[str, str] | None = None
+) -> Config:
     """Raises ValueError or OSError, saying what is wrong with which option and what to do."""
     low, _, high = options.nnodes.partition(":")
     if not (low.isdigit() and (high or low).isdigit()):
@@ -182,6 +191,7 @@ def _config(options: argparse.Namespace, role: Role, num_workers: int) -> Config
         contacts=contacts,
         role=role,
         num_workers=num_workers,
+        labels=labels,
         num_nodes_min=int(low),
         num_nodes_max=int(high or low),
         num_spares_expected=options.spares,
@@ -194,13 +204,25 @@ def _config(options: argparse.Namespace, role: Role, num_workers: int) -> Config
     return config
 
 
+def _labels(given: Sequence[str]) -> dict[str, str] | None:
+    """None when no option was given: P2PSTATE_LABELS holds then."""
+    labels: dict[str, str] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not key or not equals or not value:
+            raise ValueError(f"--label {text}: give it as KEY=VALUE, for example rack=r1")
+        if labels.setdefault(key, value) != value:
+            raise ValueError(f"--label {text}: this node has the label {key}={labels[key]} already")
+    return labels or None
+
+
 def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
     """Raises ValueError or OSError, saying what is wrong with which option and what to do."""
     if options.nproc_per_node < 1:
         raise ValueError(f"--nproc-per-node {options.nproc_per_node}: at least one worker is needed")
     if not options.module and not os.path.isfile(options.script):
         raise ValueError(f"there is no script {options.script!r} here ({os.getcwd()}); -m runs a module")
-    config = _config(options, Role.NODE, options.nproc_per_node)
+    config = _config(options, Role.NODE, options.nproc_per_node, _labels(options.label))
     job = Job(
         script=options.script,
         args=tuple(options.args),

@@ -57,6 +57,9 @@ class Protection:
     def resumed(self, keep: Version) -> None:
         """The round resumed a version: ship it again at once, for the partners may be new; ``keep`` stays meanwhile."""
         self._course = self._course.resumed(keep)
+        if self._pairing != (self._context.buddies, self._context.wards):
+            self._shipper.cancel()
+            self._shipper = self._make_shipper()
 
     def complete(self) -> Version:
         """For the ballot: the newest version of which all that this rank writes is complete, its wards' copies too."""
@@ -112,7 +115,8 @@ class Protection:
 
     def _make_shipper(self) -> Shipper:
         context = self._context
-        return Shipper(context.link, context.buddies, context.wards, self._shipping_failed, self.stats)
+        self._pairing = context.buddies, context.wards
+        return Shipper(context.link, *self._pairing, self._shipping_failed, self.stats)
 
     def _shipping_failed(self, epoch: int, error: BaseException) -> None:
         if STATUS.error is None and epoch == STATUS.epoch and self._context.in_loop:

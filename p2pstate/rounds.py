@@ -105,6 +105,7 @@ class Rounds:
             if not link.is_aborted(info.epoch):
                 link.send("error", epoch=info.epoch, text=f"joining failed: {error}")
         else:
+            context.info = info
             link.send("resumed", epoch=info.epoch, version=list(joined.version))
             return joined
         finally:

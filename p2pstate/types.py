@@ -7,7 +7,8 @@ changed) in which the step was captured.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 __all__ = ["Part", "RoundInfo", "SlotRecord", "Start", "Version", "Worker"]
@@ -105,6 +106,7 @@ class RoundInfo:
     reason: str
     workers: tuple[Worker, ...]
     progress: int = -1  # newest step that anybody is known to have committed, also of the nodes that are gone
+    labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)  # of the nodes that have some
 
     @property
     def world_size(self) -> int:
@@ -122,6 +124,7 @@ class RoundInfo:
             "reason": self.reason,
             "workers": [[w.rank, w.local_rank, w.node, w.host] for w in self.workers],
             "progress": self.progress,
+            "labels": {node: dict(labels) for node, labels in self.labels.items()},
         }
 
     @staticmethod
@@ -134,4 +137,5 @@ class RoundInfo:
             raw["reason"],
             tuple(Worker(*w) for w in raw["workers"]),
             raw["progress"],
+            raw["labels"],
         )

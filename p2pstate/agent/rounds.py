@@ -45,7 +45,8 @@ def round_info(view: View, start: str, run_id: str, num_local: int) -> RoundInfo
         host, _ = split_address(member.address)
         for local_rank in range(num_local):
             workers.append(Worker(len(workers), local_rank, member.name, host))
-    return RoundInfo(run_id, view.nonce, view.round, start, view.reason, tuple(workers), progress_of(view))
+    labels = {member.name: dict(member.labels) for member in view.places if member.labels}
+    return RoundInfo(run_id, view.nonce, view.round, start, view.reason, tuple(workers), progress_of(view), labels)
 
 
 def ranks_of(place: int | None, num_local: int) -> range:

@@ -231,7 +231,7 @@ class _Joint:
         try:
             task()
         except BaseException as error:
-            self._errors.append(error)
+            self._errors.append(error.with_traceback(None))  # its frames hold memory of slots
         finally:
             self._left.release()
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from p2pstate.errors import ConfigError
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.status import Status
-from p2pstate.placement import buddies, wards
+from p2pstate.placement import partners, wards
+from p2pstate.types import RoundInfo
 from p2pstate.worker.link import Link, RoundAborted
 
 __all__ = ["WorkerContext", "current", "enter"]
@@ -27,19 +28,21 @@ class WorkerContext:
     world_size: int
     fresh: bool  # this process starts connected, with everybody else; else alone
     restore: bool  # what it starts connected with resumes from the vaults
+    info: RoundInfo | None = None  # the round this process is in; None before a newcomer has joined one
+    copies: int = 1  # how many nodes besides the own one keep this rank's shard, where there are as many
     joining: bool = False  # inside recover.join: an abort cuts the replication group as well
     in_loop: bool = False  # shipping errors matter to the agent only while the loop runs
     left_early: str = ""  # where a loop was left while its step was being discarded
 
     @property
-    def buddies(self) -> list[int]:
-        """The ranks that keep copies of this rank's shard."""
-        return [rank for rank in buddies(self._place_names)[self.rank : self.rank + 1] if rank is not None]
+    def buddies(self) -> tuple[int, ...]:
+        """The ranks whose nodes keep this rank's shard. They may change when a round is joined: nodes have labels."""
+        return self._partners[self.rank]
 
     @property
-    def wards(self) -> list[int]:
-        """The ranks whose copies this rank keeps."""
-        return [rank for rank in wards(buddies(self._place_names))[self.rank : self.rank + 1] if rank is not None]
+    def wards(self) -> tuple[int, ...]:
+        """The ranks whose shards this rank's node keeps, as many as there are buddies."""
+        return wards(self._partners)[self.rank]
 
     @property
     def places(self) -> list[int]:
@@ -47,8 +50,10 @@ class WorkerContext:
         return [rank // self.num_local for rank in range(self.world_size)]
 
     @property
-    def _place_names(self) -> list[str]:
-        return [f"place {place}" for place in self.places]
+    def _partners(self) -> list[tuple[int, ...]]:
+        if self.info is None:
+            return partners([f"place {place}" for place in self.places], self.copies)
+        return partners([worker.node for worker in self.info.workers], self.copies, self.info.labels)
 
     def watch(self, registry: Registry, status: Status) -> None:
         """Connect errors, aborts and connections: whatever happens first frees every blocked thread."""

@@ -23,6 +23,7 @@ from p2pstate.errors import EXIT_CONFIG, ConfigError
 from p2pstate.groups.install import install
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
+from p2pstate.types import RoundInfo
 from p2pstate.worker.context import WorkerContext, enter
 from p2pstate.worker.link import Link
 from rendezvous.channel import Channel
@@ -98,6 +99,7 @@ def _prepare(link: Link, assignment: dict[str, Any]) -> WorkerContext:
         world_size=world_size,
         fresh=assignment["fresh"],
         restore=assignment["restore"],
+        info=RoundInfo.unpack(assignment["round"]) if assignment["fresh"] else None,
     )
     channel = LinkStoreChannel(link)
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from p2pstate.placement import buddies, wards
+from p2pstate.placement import partners, wards
 from p2pstate.plan_recovery import Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
 from p2pstate.types import Part, RoundInfo, SlotRecord, Start, Version, Worker
 from p2pstate.versions import Course, next_slot
@@ -140,11 +140,11 @@ class Cluster:
 
     @functools.cached_property
     def buddy(self) -> list[int]:
-        return [rank for rank in buddies([str(place) for place in self.places]) if rank is not None]
+        return [buddy for (buddy,) in partners([str(place) for place in self.places])]
 
     @functools.cached_property
     def ward(self) -> list[int]:
-        return [rank for rank in wards(list(self.buddy)) if rank is not None]
+        return [ward for (ward,) in wards([(buddy,) for buddy in self.buddy])]
 
     @functools.cached_property
     def nodes(self) -> range:
