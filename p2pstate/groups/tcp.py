@@ -121,8 +121,7 @@ class TcpTransport:
             try:
                 digests = self._receive_one(sock, rank, message)
             except BaseException as error:
-                with suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)  # the rest is not read: free whoever sends it
+                _refuse_the_rest(sock)
                 if isinstance(error, OSError):
                     raise TransferFailed(f"receiving from rank {rank} failed: {error}") from None
                 raise
@@ -163,6 +162,15 @@ class _Outlet:
                 views = _rest(views, num_sent)
         except OSError as error:
             self.error = error
+
+
+def _refuse_the_rest(sock: socket.socket) -> None:
+    """Nothing more is read: whoever is still sending gets an error."""
+    with suppress(OSError):
+        sock.shutdown(socket.SHUT_RDWR)
+        # A sender that waits for room would wait on: room makes it send, and what comes now is answered with a reset.
+        while sock.recv(PIECE_BYTES, socket.MSG_DONTWAIT):
+            pass
 
 
 def _receive_new(sock: socket.socket, num_bytes: int, rank: int) -> bytes:
