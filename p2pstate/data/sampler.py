@@ -2,8 +2,8 @@
 
 In: an ``Order`` and a ``Split``. Out: lists of indices, as ``batch_sampler=`` of any DataLoader takes them.
 Invariant: the position is (epoch, global samples); what comes next is a function of it alone.
-Known limit: iterating counts what was *drawn*. A loader that prefetches draws ahead of what it delivers:
-``p2pstate.data.Loader`` and torchdata's loader keep count themselves, a plain DataLoader does not.
+Known limit: iterating counts what was *drawn*. A loader with worker processes draws ahead of what it delivers; with
+``num_workers=0`` both are the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """A map-style data set over token files: windows of fixed length, with the documents in them if those are known.
 
 In: token files (see ``shards.py``); for documents, the .ends.npy files that ``p2pstate data pack`` writes. Out: samples
-for a loader. Opening costs the same for any
-size; nothing is kept of what was read.
+for a loader. Opening costs the same for any size; nothing is kept of what was read.
 Invariants: every window is a function of its index; the state says which files it was counted in, and a restored state
 of other files is refused by name.
 Known limit: with ``documents=True`` the ends of all documents are kept in memory, 8 bytes each.
@@ -43,8 +42,6 @@ class MmapTokens(torch.utils.data.Dataset[Any]):
         ValueError: the files are no token files, or hold less than one window.
         DataChanged: a file is not what it was when it was packed, or, while reading, when it was opened.
     """
-
-    draws_no_random_numbers = True  # a loader need not seed anything
 
     def __init__(
         self,

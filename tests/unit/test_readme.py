@@ -5,9 +5,14 @@ import inspect
 import re
 import shlex
 from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.data
 
 import p2pstate
-from p2pstate.cli import _parser
+from p2pstate.cli import _parser, main
 
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
 
@@ -48,3 +53,16 @@ def test_readme_command_is_one_that_p2prun_takes() -> None:
     options = _parser().parse_args(arguments)
     assert (command, options.script, options.nnodes, options.spares) == ("p2prun", "train.py", "2", 1)
     assert options.bind in options.contacts.split(",")
+
+
+def test_readme_data_section_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("corpus.jsonl").write_text("".join(f'{{"text": "{"word " * 300}"}}\n' for _ in range(20)))
+    found = re.search(r"^ +p2pstate (data pack .*)", README, re.MULTILINE)
+    snippet = re.search(r"```python\n(from p2pstate\.data import .*?)```", README, re.DOTALL)
+    assert found is not None
+    assert snippet is not None
+    assert main(shlex.split(found.group(1))) == 0
+    names: dict[str, Any] = {"torch": torch, "rank": 1, "world_size": 2}
+    exec(snippet.group(1), names)
+    assert [batch.shape for batch in names["loader"]] == [(8, 1025)]
