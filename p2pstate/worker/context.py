@@ -29,7 +29,6 @@ class WorkerContext:
     fresh: bool  # this process starts connected, with everybody else; else alone
     restore: bool  # what it starts connected with resumes from the vaults
     info: RoundInfo | None = None  # the round this process is in; None before a newcomer has joined one
-    copies: int = 1  # how many nodes besides the own one keep this rank's shard, where there are as many
     joining: bool = False  # inside recover.join: an abort cuts the replication group as well
     in_loop: bool = False  # shipping errors matter to the agent only while the loop runs
     left_early: str = ""  # where a loop was left while its step was being discarded
@@ -52,8 +51,8 @@ class WorkerContext:
     @property
     def _partners(self) -> list[tuple[int, ...]]:
         if self.info is None:
-            return partners([f"place {place}" for place in self.places], self.copies)
-        return partners([worker.node for worker in self.info.workers], self.copies, self.info.labels)
+            return partners([f"place {place}" for place in self.places])
+        return partners([worker.node for worker in self.info.workers], labels=self.info.labels)
 
     def watch(self, registry: Registry, status: Status) -> None:
         """Connect errors, aborts and connections: whatever happens first frees every blocked thread."""

@@ -37,3 +37,17 @@ def test_nodes_with_rack_labels_have_their_partners_in_other_racks(tmp_path: Pat
         end(cluster)
     partner = {f"node{index}": (tmp_path / f"node{index}").read_text() for index in range(4)}
     assert all(racks[int(node[-1])] != racks[int(other[-1])] for node, other in partner.items()), partner
+
+
+def test_node_that_is_alone_says_what_its_copies_do_not_protect_from(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import p2pstate\np2pstate.init_process_group()\n")
+    with Cluster(
+        tmp_path / "run", [str(script)], num_training=1, num_spares=0, num_workers=2, environ=fork_server
+    ) as cluster:
+        end(cluster)
+        told = [event["text"] for event in cluster.events.new() if event["event"] == "weakness"]
+    assert len(told) == 1
+    assert told[0].startswith("node0 is the only node, so every copy is in its memory")
