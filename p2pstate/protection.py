@@ -40,6 +40,7 @@ class Protection:
         self._shipper = self._make_shipper()
         self._course = Course(every)
         self._captured_since_vote = False
+        self._num_skipped_before_captured = 0  # between the version that is kept and the one captured last
 
     @property
     def protected(self) -> Version | None:
@@ -47,8 +48,9 @@ class Protection:
         return self._course.kept
 
     @property
-    def num_skipped_in_a_row(self) -> int:
-        return self._course.num_skipped_in_a_row
+    def num_skipped_since_kept(self) -> int:
+        """Versions newer than what the job can fall back to that all ranks skipped: the one before came late."""
+        return self._num_skipped_before_captured + self._course.num_skipped_in_a_row
 
     def begin(self) -> None:
         """A start from scratch: the initial state is the first version."""
@@ -57,6 +59,7 @@ class Protection:
     def resumed(self, keep: Version) -> None:
         """The round resumed a version: ship it again at once, for the partners may be new; ``keep`` stays meanwhile."""
         self._course = self._course.resumed(keep)
+        self._num_skipped_before_captured = 0
         if self._pairing != (self._context.buddies, self._context.wards):
             self._shipper.cancel()
             self._shipper = self._make_shipper()
@@ -69,6 +72,8 @@ class Protection:
         """``step`` is committed; decide, as all ranks do, whether its state becomes a version."""
         before = self._course
         self._course = before.committed(step, Version(voted.protected_epoch, voted.protected_step))
+        if self._course.kept != before.kept:
+            self._num_skipped_before_captured = before.num_skipped_in_a_row
         self.stats.num_skipped += max(0, self._course.num_skipped_in_a_row - before.num_skipped_in_a_row)
 
     def capture_if_due(self, epoch: int, step: int) -> None:

@@ -66,7 +66,7 @@ class Rounds:
             bytes=joined.num_bytes,
             version=list(joined.version),
             steps_lost=joined.steps_lost,
-            steps_skipped=self._protection.num_skipped_in_a_row,
+            steps_skipped=self._protection.num_skipped_since_kept,
             reason=joined.reason,
         )
         self._protection.resumed(joined.keep)
