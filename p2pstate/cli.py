@@ -43,16 +43,20 @@ def p2prun(argv: Sequence[str] | None = None) -> int:
         print(f"p2prun: {error}", file=sys.stderr)
         return EXIT_CONFIG
 
-    def on_signal(number: int, _frame: object) -> None:
-        name = signal.Signals(number).name
-        agent.node.call_soon_threadsafe(lambda: agent.end(128 + number, f"{name} was sent to node {config.name}"))
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    _end_on_signals(agent, f"node {config.name}")
     code = agent.run()
     if code != 0 and job.quiet and agent.verdict is not None:
         print(f"p2prun: {agent.verdict.text}", file=sys.stderr)
     return code
+
+
+def _end_on_signals(member: Agent | Witness, who: str) -> None:
+    def on_signal(number: int, _frame: object) -> None:
+        name = signal.Signals(number).name
+        member.node.call_soon_threadsafe(lambda: member.end(128 + number, f"{name} was sent to {who}"))
+
+    signal.signal(signal.SIGTERM, on_signal)
+    signal.signal(signal.SIGINT, on_signal)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,12 +94,7 @@ def _witness(arguments: Sequence[str]) -> int:
         print(f"p2prun witness: {error}", file=sys.stderr)
         return EXIT_CONFIG
 
-    def on_signal(number: int, _frame: object) -> None:
-        name = signal.Signals(number).name
-        witness.node.call_soon_threadsafe(lambda: witness.end(128 + number, f"{name} was sent to {config.name}"))
-
-    signal.signal(signal.SIGTERM, on_signal)
-    signal.signal(signal.SIGINT, on_signal)
+    _end_on_signals(witness, config.name)
     return witness.run()
 
 

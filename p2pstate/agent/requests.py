@@ -12,6 +12,7 @@ from typing import Any
 from p2pstate.agent.supervisor import Supervisor, WorkerProcess
 from p2pstate.types import Part
 from p2pstate.vault import Vault, VaultFull
+from rendezvous.local import store_reply_message
 from rendezvous.node import Node
 from rendezvous.types import StoreReply
 
@@ -37,8 +38,7 @@ class Requests:
 
     def _store(self, worker: WorkerProcess, id: int, epoch: int, op: str, args: list[Any], deadline_s: float) -> None:
         def reply(answer: StoreReply) -> None:
-            fields = {"ok": answer.ok, "value": answer.value, "error": answer.error, "ended": answer.ended}
-            self._reply(worker, id, timed_out=answer.timed_out, **fields)
+            self._supervisor.tell(worker, store_reply_message(id, answer))
 
         self._node.store_request(epoch, op, args, deadline_s, reply)
 
