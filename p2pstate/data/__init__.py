@@ -1,7 +1,7 @@
 """Data that restarts where it stopped. Usable without the rest of p2pstate, in any PyTorch program.
 
-In: samples in memory, token files, remote files. Out: batches in an order that is a function of (seed, epoch,
-position), with positions that mean *delivered* and can be saved, restored and taken up by another number of ranks.
+In: sizes of data sets, token files. Out: batches of indices in an order that is a function of (seed, epoch, position),
+with positions that can be saved, restored and taken up by another number of ranks; windows of tokens.
 """
 
 from __future__ import annotations
