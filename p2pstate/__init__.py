@@ -53,6 +53,8 @@ Layout, from the top down (a file imports only what stands above it):
     feed.py                 the batches
     steps.py                the loop
     replicator.py           the public object
+    worker/entering.py      an assignment -> torch prepared
+    worker/attaching.py     a worker that torchrun started
     worker/main.py          from fork to exit
     agent/output.py         writing without making the agent wait
     agent/events.py         what happened, as JSON lines
@@ -64,6 +66,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/sentences.py      what a person reads
     agent/requests.py       what workers ask of their agent
     agent/agent.py          rendezvous, vault and workers together
+    agent/companion.py      the vault of a torchrun node
     data/permutation.py     data/: p2pstate.data, which uses nothing of what stands above
     data/order.py
     data/split.py
@@ -99,12 +102,15 @@ def init_process_group(**kwargs: Any) -> None:
     """Create the default process group, from connections that p2pstate can replace while the model lives.
 
     Takes the keyword arguments of ``torch.distributed.init_process_group`` except ``backend``, ``store``, ``rank`` and
-    ``world_size``, which the launcher gives. Raises ConfigError in a process that p2pstate did not start.
+    ``world_size``, which the launcher gives. Raises ConfigError in a process that neither p2prun nor torchrun with the
+    backend ``p2p`` has started.
     """
     import torch.distributed as dist
 
+    from p2pstate.worker.attaching import attach
     from p2pstate.worker.context import current
 
+    attach()
     current()
     dist.init_process_group("p2p", **kwargs)
 

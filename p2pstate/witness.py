@@ -10,9 +10,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from p2pstate.agent.rounds import decide_start
+from p2pstate.agent.rounds import decide_restart, decide_start
 from p2pstate.errors import EXIT_REPLACE
-from rendezvous.agent import decide_round
+from rendezvous.agent import has_left
 from rendezvous.config import Config
 from rendezvous.node import Node
 from rendezvous.types import Change, Member, MemberChange, MemberKey, Verdict, View
@@ -53,8 +53,10 @@ class Witness:
         self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
     ) -> tuple[bool, dict[str, Any]]:
         given = list(ballots.values())
-        under_torchrun = any("left_round" in ballot for ballot in given)
-        return decide_round(previous, given) if under_torchrun else decide_start(previous, given)
+        if not any("left_round" in ballot for ballot in given):
+            return decide_start(previous, given)
+        wanted, data = decide_restart(previous, given)
+        return wanted or has_left(previous, given), data
 
     def on_view(self, view: View) -> None:
         self._say(f"view {view.epoch}: training on {', '.join(m.name for m in view.places)} ({view.reason})")

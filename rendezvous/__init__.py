@@ -28,6 +28,7 @@ local.py           the line between a node's agent and its other processes
 store.py           torch's Store on top
 processes.py       processes that are not our children
 autoload.py        env:// without a TCPStore, in torchrun's workers
+companion.py       what other distributions add to a torchrun node's agent
 agent.py           the process that holds a node's membership under torchrun
 torchrun.py        torchrun --rdzv-backend=p2p
 faults.py          faults as data, for simulations

@@ -20,6 +20,7 @@ from typing import Any
 
 from rendezvous.autoload import ENV_AGENT
 from rendezvous.channel import Channel, ChannelClosed, Message
+from rendezvous.companion import load_companions
 from rendezvous.config import Config
 from rendezvous.discovery import local_binds
 from rendezvous.local import LocalServer, store_reply_message
@@ -44,10 +45,10 @@ _MAX_SLOTS = 64
 
 
 class NodeAgent:
-    """One node as torchrun sees it. rendezvous.types.Application."""
+    """One node as torchrun sees it. rendezvous.types.Application and rendezvous.companion.Host."""
 
     def __init__(self, config: Config, launcher: Channel, launcher_pid: int) -> None:
-        self._config = config
+        self.config = config
         self._view: View | None = None
         self._place: int | None = None
         self._left_round = 0  # the round whose workers have ended here, and why
@@ -63,7 +64,8 @@ class NodeAgent:
         if self._pidfd is None:
             raise RendezvousError("the launcher has ended already")
         self.node.add_reader(self._pidfd, self._launcher_ended)
-        self._say(f"listens at {self.node.member.address}; contacts: {', '.join(config.contacts) or 'none'}")
+        self._companions = load_companions(self)
+        self.say(f"listens at {self.node.member.address}; contacts: {', '.join(config.contacts) or 'none'}")
         self._tell("ready", name=config.name, address=self.node.member.address, socket=self._server.address)
 
     def run(self) -> None:
@@ -73,47 +75,66 @@ class NodeAgent:
         finally:
             self._server.close()
             self.node.close()
+            for companion in self._companions:
+                companion.close()
+
+    # -- rendezvous.companion.Host
+
+    def tell(self, channel: Channel, message: Message, fds: tuple[int, ...] = ()) -> None:
+        self._server.tell(channel, message, fds)
+
+    def say(self, sentence: str) -> None:
+        print(f"[{self.config.name}] rendezvous: {sentence}", file=sys.stderr, flush=True)
 
     # -- rendezvous.types.Application
 
     def ballot(self) -> dict[str, Any]:
-        return {"left_round": self._left_round}
+        ballot: dict[str, Any] = {"left_round": self._left_round}
+        for companion in self._companions:
+            ballot |= companion.ballot()
+        return ballot
 
     def decide(
         self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
     ) -> tuple[bool, dict[str, Any]]:
-        return decide_round(previous, ballots.values())
+        wanted, data = has_left(previous, ballots.values()), dict[str, Any]()
+        for companion in self._companions:
+            also_wanted, more = companion.decide(previous, ballots.values())
+            wanted, data = wanted or also_wanted, data | more
+        return wanted, data
 
     def on_view(self, view: View) -> None:
         self._view, self._place = view, view.place_of(self.node.key)
         groups = {"training on": view.places, "spare": view.spares, "witness": view.witnesses}
         parts = [f"{text} {', '.join(member.name for member in group)}" for text, group in groups.items() if group]
-        self._say(f"view {view.epoch} (round {view.round}): {'; '.join(parts)} ({view.reason})")
+        self.say(f"view {view.epoch} (round {view.round}): {'; '.join(parts)} ({view.reason})")
         hosts = [split_address(member.address)[0] for member in view.places]
         self._tell("view", round=view.round, place=self._place, hosts=hosts, reason=view.reason)
         if view.round == self._left_round:
             self.node.propose(self._left_reason)  # decided from ballots that did not know yet
+        for companion in self._companions:
+            companion.on_view(view)
 
     def on_waiting(self, reason: str) -> None:
-        self._say(f"waiting: {reason}")
+        self.say(f"waiting: {reason}")
         self._tell("waiting", reason=reason)
 
     def on_member(self, change: MemberChange) -> None:
         if change.kind in (Change.DEAD, Change.LEFT):
-            self._say(f"node {change.member.name} is gone: {change.reason}")
+            self.say(f"node {change.member.name} is gone: {change.reason}")
 
     def on_message(self, sender: MemberKey, kind: str, body: Any) -> None:
         if kind == "done" and isinstance(body, list) and len(body) == 2 and all(isinstance(n, int) for n in body):
             self._place_done(*body)
 
     def on_verdict(self, verdict: Verdict) -> None:
-        self._say(f"the run has ended: {verdict.text}")
+        self.say(f"the run has ended: {verdict.text}")
         self._tell("verdict", code=verdict.code, text=verdict.text)
         if self._launcher is None:
             self._stop_soon()
 
     def on_evicted(self, view: View) -> None:
-        self._say(f"the run went on without this node (view {view.epoch}: {view.reason})")
+        self.say(f"the run went on without this node (view {view.epoch}: {view.reason})")
         self._tell("evicted", reason=view.reason)
 
     # -- what the processes of this node say
@@ -121,11 +142,14 @@ class NodeAgent:
     def _on_local(self, channel: Channel, message: Message, fds: list[int]) -> None:
         for fd in fds:
             os.close(fd)
-        kind = message.pop("t")
-        if kind == "store":
+        if message["t"] == "store":
+            del message["t"]
             self._on_store(channel, **message)
         elif channel is self._launcher:
-            getattr(self, f"_on_{kind}")(**message)
+            getattr(self, f"_on_{message.pop('t')}")(**message)
+        else:
+            for companion in self._companions:
+                companion.on_message(channel, message)
 
     def _on_store(self, channel: Channel, id: int, epoch: int, op: str, args: list[Any], deadline_s: float) -> None:
         def reply(answer: StoreReply) -> None:
@@ -137,7 +161,7 @@ class NodeAgent:
         """The launcher has no workers of `after_round` (or an older round) any more and wants a newer one."""
         if self._view is None or self._view.round > after_round or after_round == 0:
             return
-        self._left_round, self._left_reason = after_round, f"{self._config.name}: {reason}"
+        self._left_round, self._left_reason = after_round, f"{self.config.name}: {reason}"
         self.node.propose(self._left_reason)
 
     def _on_done(self, round: int) -> None:
@@ -147,11 +171,11 @@ class NodeAgent:
 
     def _on_failed(self, reason: str) -> None:
         """The launcher gives up. The job has failed for good if it cannot go on without this node."""
-        reason = f"{self._config.name}: {reason}"
+        reason = f"{self.config.name}: {reason}"
         me = self.node.key
         others = [r for key, r in self.node.members().items() if key != me and r.live and r.member.role is Role.NODE]
-        if len(others) < self._config.num_nodes_min:
-            needed = f"{self._config.num_nodes_min} training nodes are needed and {len(others)} would be left"
+        if len(others) < self.config.num_nodes_min:
+            needed = f"{self.config.num_nodes_min} training nodes are needed and {len(others)} would be left"
             self.node.declare(Verdict(1, f"{reason}; {needed}", me))
         else:
             self._leave(reason)
@@ -160,11 +184,14 @@ class NodeAgent:
         self._leave(reason)
 
     def _on_close(self, reason: str) -> None:
-        self.node.declare(Verdict(1, f"{self._config.name}: {reason}", self.node.key))
+        self.node.declare(Verdict(1, f"{self.config.name}: {reason}", self.node.key))
 
     def _on_local_closed(self, channel: Channel) -> None:
         if channel is self._launcher:
             self._launcher_ended()
+        else:
+            for companion in self._companions:
+                companion.on_closed(channel)
 
     def _launcher_ended(self) -> None:
         if self._pidfd is not None:
@@ -174,7 +201,7 @@ class NodeAgent:
         self._launcher = None
         num_killed = kill_marked(ENV_AGENT, self._server.address)
         if num_killed:
-            self._say(f"torchrun has ended: {num_killed} processes that it left behind were ended")
+            self.say(f"torchrun has ended: {num_killed} processes that it left behind were ended")
         if self.node.verdict is None:
             self._leave("its torchrun has ended")
         self._stop_soon()
@@ -209,14 +236,10 @@ class NodeAgent:
         if self._launcher is not None:
             self._server.tell(self._launcher, {"t": kind, **fields})
 
-    def _say(self, sentence: str) -> None:
-        print(f"[{self._config.name}] rendezvous: {sentence}", file=sys.stderr, flush=True)
 
-
-def decide_round(previous: View | None, ballots: Iterable[Mapping[str, Any]]) -> tuple[bool, dict[str, Any]]:
-    """See rendezvous.types.Application.decide: a new round if somebody's workers of this one have ended."""
-    left = {ballot.get("left_round") for ballot in ballots}
-    return previous is not None and previous.round in left, {}
+def has_left(previous: View | None, ballots: Iterable[Mapping[str, Any]]) -> bool:
+    """Whether somebody's workers of this round have ended: then a new one begins."""
+    return previous is not None and previous.round in {ballot.get("left_round") for ballot in ballots}
 
 
 def open_node(config: Config, binds: Sequence[str], launcher: Channel, launcher_pid: int) -> NodeAgent:

@@ -64,7 +64,7 @@ class Agent:
         self._start_over = ""  # types.Start that a worker's plan asks for
         self._aborted_round = 0
         self._lineage: dict[int, list[int]] = {}
-        self._requests = Requests(self.node, self._supervisor, self._vault, self._lineage)
+        self._requests = Requests(self.node, self._supervisor.tell, self._vault, self._lineage)
         self._done_places: dict[int, set[int]] = {}  # round -> places whose workers have all finished
         self._known_step = -1  # newest committed step that any member has told of
         self._budget = Budget(job)
@@ -351,7 +351,9 @@ class Agent:
     def _assign(self, spare: WorkerProcess, rank: int, fresh: bool) -> None:
         assert self._info is not None
         spare.epoch = self._info.epoch
-        message = assignment(self._info, rank, self._job, fresh=fresh, aborted=self._round_is_over())
+        job = self._job
+        message = assignment(self._info, rank, job.num_workers, fresh=fresh, aborted=self._round_is_over())
+        message |= {"script": job.script, "args": list(job.args), "module": job.module}
         local_rank = message["local_rank"]
         self._supervisor.assign(spare, message, rank, local_rank, Phase.FRESH if fresh else Phase.ALONE)
         fields = {"rank": rank, "local_rank": local_rank, "pid": spare.pid, "warm": True}

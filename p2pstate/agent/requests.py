@@ -7,23 +7,31 @@ worker/link.py for the other end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
-from p2pstate.agent.supervisor import Supervisor, WorkerProcess
 from p2pstate.types import Part
 from p2pstate.vault import Vault, VaultFull
+from rendezvous.channel import Message
 from rendezvous.local import store_reply_message
 from rendezvous.node import Node
 from rendezvous.types import StoreReply
 
 __all__ = ["Requests"]
 
+Asker = TypeVar("Asker")
 
-class Requests:
-    def __init__(self, node: Node, supervisor: Supervisor, vault: Vault, lineage: Mapping[int, list[int]]) -> None:
-        """``lineage``: round -> the version it resumed, as far as this agent knows."""
+
+class Requests(Generic[Asker]):
+    def __init__(
+        self,
+        node: Node,
+        tell: Callable[[Asker, Message, tuple[int, ...]], None],
+        vault: Vault,
+        lineage: Mapping[int, list[int]],
+    ) -> None:
+        """``tell`` sends to a worker. ``lineage``: round -> the version it resumed, as far as this agent knows."""
         self._node = node
-        self._supervisor = supervisor
+        self._tell = tell
         self._vault = vault
         self._lineage = lineage
         self.handlers: dict[str, Callable[..., None]] = {
@@ -33,16 +41,16 @@ class Requests:
             "inventory": self._inventory,
         }
 
-    def _reply(self, worker: WorkerProcess, number: int, fd: int | None = None, **fields: Any) -> None:
-        self._supervisor.tell(worker, {"t": "reply", "id": number, **fields}, () if fd is None else (fd,))
+    def _reply(self, worker: Asker, number: int, fd: int | None = None, **fields: Any) -> None:
+        self._tell(worker, {"t": "reply", "id": number, **fields}, () if fd is None else (fd,))
 
-    def _store(self, worker: WorkerProcess, id: int, epoch: int, op: str, args: list[Any], deadline_s: float) -> None:
+    def _store(self, worker: Asker, id: int, epoch: int, op: str, args: list[Any], deadline_s: float) -> None:
         def reply(answer: StoreReply) -> None:
-            self._supervisor.tell(worker, store_reply_message(id, answer))
+            self._tell(worker, store_reply_message(id, answer), ())
 
         self._node.store_request(epoch, op, args, deadline_s, reply)
 
-    def _allocate(self, worker: WorkerProcess, id: int, part: list[Any], index: int, num_bytes: int) -> None:
+    def _allocate(self, worker: Asker, id: int, part: list[Any], index: int, num_bytes: int) -> None:
         try:
             _, fd = self._vault.allocate(Part.unpack(part), index, num_bytes)
         except VaultFull as error:
@@ -50,10 +58,10 @@ class Requests:
         else:
             self._reply(worker, id, fd)
 
-    def _open(self, worker: WorkerProcess, id: int, slot: int) -> None:
+    def _open(self, worker: Asker, id: int, slot: int) -> None:
         self._reply(worker, id, self._vault.open(slot))
 
-    def _inventory(self, worker: WorkerProcess, id: int) -> None:
+    def _inventory(self, worker: Asker, id: int) -> None:
         records = [record.pack() for record in self._vault.records()]
         lineage = [[epoch, version] for epoch, version in self._lineage.items()]
         self._reply(worker, id, records=records, lineage=lineage)

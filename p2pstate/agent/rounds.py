@@ -10,11 +10,10 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from p2pstate.agent.job import Job
 from p2pstate.types import RoundInfo, Start, Worker
 from rendezvous.types import View, split_address
 
-__all__ = ["assignment", "decide_start", "progress_of", "ranks_of", "round_info"]
+__all__ = ["assignment", "decide_restart", "decide_start", "progress_of", "ranks_of", "round_info"]
 
 
 def decide_start(previous: View | None, ballots: Iterable[Mapping[str, Any]]) -> tuple[bool, dict[str, Any]]:
@@ -31,6 +30,11 @@ def decide_start(previous: View | None, ballots: Iterable[Mapping[str, Any]]) ->
         start = Start.IN_PLACE
     wanted = any(ballot.get("wants_round") for ballot in given)
     return wanted, {"start": start, "progress": step}
+
+
+def decide_restart(previous: View | None, ballots: Iterable[Mapping[str, Any]]) -> tuple[bool, dict[str, Any]]:
+    """As :func:`decide_start`, where a launcher starts all workers anew in every round (torchrun)."""
+    return decide_start(previous, [{**ballot, "outside": True} for ballot in ballots])
 
 
 def progress_of(view: View | None) -> int:
@@ -54,10 +58,10 @@ def ranks_of(place: int | None, num_local: int) -> range:
     return range(0) if place is None else range(place * num_local, (place + 1) * num_local)
 
 
-def assignment(info: RoundInfo, rank: int, job: Job, *, fresh: bool, aborted: bool) -> dict[str, Any]:
-    """The message that makes a spare process ``rank``. ``fresh``: it starts connected, with all others; else alone.
+def assignment(info: RoundInfo, rank: int, num_local: int, *, fresh: bool, aborted: bool) -> dict[str, Any]:
+    """The message that makes a process ``rank``. ``fresh``: it starts connected, with all others; else alone.
     ``aborted``: the round is over already, the next one will be told."""
-    worker, num_local = info.workers[rank], job.num_workers
+    worker = info.workers[rank]
     environ = {
         "RANK": str(rank),
         "LOCAL_RANK": str(worker.local_rank),
@@ -83,7 +87,4 @@ def assignment(info: RoundInfo, rank: int, job: Job, *, fresh: bool, aborted: bo
         "restore": fresh and info.start == Start.RESTART,
         "round": None if aborted else info.pack(),
         "environ": environ,
-        "script": job.script,
-        "args": list(job.args),
-        "module": job.module,
     }

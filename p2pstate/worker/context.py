@@ -15,8 +15,9 @@ from p2pstate.groups.status import Status
 from p2pstate.placement import partners, wards
 from p2pstate.types import RoundInfo
 from p2pstate.worker.link import Link, RoundAborted
+from rendezvous.autoload import ENV_AGENT
 
-__all__ = ["WorkerContext", "current", "enter"]
+__all__ = ["WorkerContext", "current", "enter", "is_entered"]
 
 
 @dataclass(slots=True)
@@ -78,15 +79,22 @@ def enter(context: WorkerContext) -> None:
     _current = context
 
 
+def is_entered() -> bool:
+    return _current is not None
+
+
 def current() -> WorkerContext:
-    """The context of this worker. Raises ConfigError in a process that p2pstate did not start."""
-    if _current is None:
-        raise ConfigError(
-            "this process was not started by p2pstate, so its process groups cannot be repaired and nobody keeps its "
-            f"state: start it as `p2prun --nproc-per-node N {os.path.basename(sys.argv[0]) or 'script.py'}` instead of "
-            "with python or torchrun"
-        )
-    return _current
+    """The context of this worker. Raises ConfigError in a process that has none."""
+    if _current is not None:
+        return _current
+    if ENV_AGENT in os.environ:
+        raise ConfigError("call p2pstate.init_process_group() first, in place of torch's own")
+    script = os.path.basename(sys.argv[0]) or "script.py"
+    raise ConfigError(
+        "this process was not started by p2pstate, so its process groups cannot be repaired and nobody keeps its "
+        f"state: start it as `p2prun --nproc-per-node N {script}`, or as `torchrun --rdzv-backend=p2p ... {script}`, "
+        "instead of with python alone or torchrun's own backends"
+    )
 
 
 def _one_line(error: BaseException) -> str:

@@ -2,14 +2,17 @@
 
 In: what the agent says (assignment, rounds, aborts, replies). Out: what the worker says (requests, errors, events).
 Invariants: an abort of round ``e`` frees every wait that belongs to ``e`` or an older round, in every thread, before
-the ``on_abort`` callback returns; a worker whose agent is gone ends at once (a dead agent is a dead node).
+the ``on_abort`` callback returns; a worker whose agent is gone ends at once (a dead agent is a dead node), or, where
+somebody else ends it, does nothing any more.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +25,7 @@ from rendezvous.types import StoreReply
 __all__ = ["Link", "RoundAborted"]
 
 _POLL_S = 1.0
+_NEVER = 1 << 62  # a round that is aborted only when all are
 
 
 class RoundAborted(Retryable):
@@ -37,10 +41,14 @@ class _Pending:
 
 
 class Link:
-    """Thread-safe. One per worker process."""
+    """Thread-safe. One per worker process.
 
-    def __init__(self, channel: Channel) -> None:
+    ``on_lost`` is called once when the agent is gone, in place of ending the process; every round is aborted then.
+    """
+
+    def __init__(self, channel: Channel, on_lost: Callable[[], None] | None = None) -> None:
         self._channel = channel
+        self._on_lost = on_lost
         self._changed = threading.Condition()
         self._pending: dict[int, _Pending] = {}
         self._ids = itertools.count(1)
@@ -54,11 +62,15 @@ class Link:
 
     # -- what the agent told us
 
-    def wait_assignment(self) -> dict[str, Any]:
-        """Block until this process is given a rank. A spare waits here as long as the run lasts."""
+    def wait_assignment(self, timeout_s: float = math.inf) -> dict[str, Any] | None:
+        """Block until this process is given a rank. A spare waits here as long as the run lasts.
+
+        None when time is up, or the agent is gone; ``{"refused": reason}`` when it will give none.
+        """
+        until_s = time.monotonic() + timeout_s
         with self._changed:
-            while self._assignment is None:
-                self._changed.wait(_POLL_S)
+            while self._assignment is None and time.monotonic() < until_s and not self.is_aborted(_NEVER):
+                self._changed.wait(min(_POLL_S, timeout_s))
             return self._assignment
 
     def wait_round(self, after_epoch: int) -> RoundInfo:
@@ -87,7 +99,7 @@ class Link:
         try:
             self._channel.send({"t": kind, **fields})
         except ChannelClosed:
-            os._exit(EXIT_REPLACE)
+            self._lost()
 
     def store_request(self, epoch: int, op: str, args: list[Any], deadline_s: float) -> StoreReply:
         """One operation on the round's store. Waits no longer than ``deadline_s`` and a second, nor past an abort."""
@@ -149,7 +161,14 @@ class Link:
                 for message, fds in self._channel.receive():
                     self._handle(message, fds)
         except ChannelClosed:
+            self._lost()
+
+    def _lost(self) -> None:
+        if self._on_lost is None:
             os._exit(EXIT_REPLACE)
+        if not self.is_aborted(_NEVER):
+            self._abort(_NEVER, "this node's agent is gone")
+            self._on_lost()
 
     def _handle(self, message: dict[str, Any], fds: list[int]) -> None:
         kind = message["t"]
@@ -166,6 +185,10 @@ class Link:
         elif kind == "round":
             with self._changed:
                 self._round = RoundInfo.unpack(message["round"])
+                self._changed.notify_all()
+        elif kind == "refused":
+            with self._changed:
+                self._assignment = {"refused": message["reason"]}
                 self._changed.notify_all()
         elif kind == "assign":
             with self._changed:

@@ -14,33 +14,16 @@ import sys
 import threading
 import traceback
 from types import TracebackType
-from typing import Any
 
 import torch
-from torch._C._distributed_c10d import HashStore, Store
 
 from p2pstate.errors import EXIT_CONFIG, ConfigError
-from p2pstate.groups.install import install
-from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
-from p2pstate.types import RoundInfo
-from p2pstate.worker.context import WorkerContext, enter
+from p2pstate.worker.entering import prepare
 from p2pstate.worker.link import Link
 from rendezvous.channel import Channel
-from rendezvous.store import EpochStore, raise_or_return
 
 __all__ = ["worker_main"]
-
-
-class LinkStoreChannel:
-    """rendezvous.store.StoreChannel over the line to the agent."""
-
-    def __init__(self, link: Link) -> None:
-        self._link = link
-
-    def request(self, epoch: int, op: str, args: list[Any], deadline_s: float) -> Any:
-        reply = self._link.store_request(epoch, op, args, deadline_s)
-        return raise_or_return(reply)
 
 
 def worker_main(sock: socket.socket) -> int:
@@ -48,7 +31,9 @@ def worker_main(sock: socket.socket) -> int:
     link = Link(Channel(sock, blocking=True))
     link.send("ready", pid=os.getpid())
     assignment = link.wait_assignment()
-    context = _prepare(link, assignment)
+    assert assignment is not None
+    context = prepare(link, assignment)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     code, text = _run_script(assignment["script"], assignment["args"], assignment["module"])
     if code == 0 and context.left_early:
         code = 1
@@ -85,44 +70,6 @@ def _run_exit_handlers() -> None:
         atexit._run_exitfuncs()
     except Exception:
         traceback.print_exc()
-
-
-def _prepare(link: Link, assignment: dict[str, Any]) -> WorkerContext:
-    os.environ.update(assignment["environ"])
-    rank, world_size = assignment["rank"], assignment["world_size"]
-    epoch = assignment["epoch"]
-    context = WorkerContext(
-        link=link,
-        rank=rank,
-        local_rank=assignment["local_rank"],
-        num_local=assignment["num_local"],
-        world_size=world_size,
-        fresh=assignment["fresh"],
-        restore=assignment["restore"],
-        info=RoundInfo.unpack(assignment["round"]) if assignment["fresh"] else None,
-    )
-    channel = LinkStoreChannel(link)
-
-    def make_store(of_epoch: int) -> Store:
-        store: Store = EpochStore(channel, of_epoch)
-        return store
-
-    def default_store() -> Store:
-        if STATUS.solo:
-            return HashStore()
-        return make_store(STATUS.epoch)
-
-    REGISTRY.make_store = make_store
-    REGISTRY.rank, REGISTRY.world_size, REGISTRY.host = rank, world_size, assignment["host"]
-    if context.fresh:
-        STATUS.connect(epoch)
-    else:
-        STATUS.solo = True
-    context.watch(REGISTRY, STATUS)
-    install(REGISTRY, default_store)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    enter(context)
-    return context
 
 
 def _run_script(script: str, args: list[str], is_module: bool) -> tuple[int, str]:

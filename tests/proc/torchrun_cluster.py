@@ -1,4 +1,4 @@
-"""Stock torchruns on loopback, each a node of its own, and an unchanged DDP script. Every wait has a deadline.
+"""Stock torchruns on loopback, each a node of its own. Every wait has a deadline.
 
 No TCPStore can be made in any of their processes: its constructor ends the process with status 66.
 """
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -72,8 +72,10 @@ def declare_entry_points(folder: Path) -> None:
 class Torchruns:
     """Nodes by name; `lines` are what the workers of all nodes wrote, newest process last."""
 
-    def __init__(self, folder: Path, nnodes: str, *options: str) -> None:
+    def __init__(self, folder: Path, nnodes: str, *options: str, script: Sequence[str] = ()) -> None:
+        """``script``: with its arguments; the default is one that trains until `stop`, and does not know p2pstate."""
         self.folder = folder
+        self._script = list(script) or [str(folder / "script.py"), str(folder / "out")]
         self._options = ["--nnodes", nnodes, *options]
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self.endpoint = ",".join(f"127.0.0.1:{port}" for port in free_ports(3))
@@ -89,7 +91,7 @@ class Torchruns:
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "P2PSTATE_PRESET": "local"}
         with open(self.folder / f"{name}.log", "ab") as log:
             self.nodes[name] = subprocess.Popen(
-                [*command, str(self.folder / "script.py"), str(self.folder / "out")],
+                [*command, *self._script],
                 stdout=log,
                 stderr=log,
                 env={**env, "P2PSTATE_NAME": name, **environ},
@@ -148,8 +150,8 @@ class Torchruns:
 
 
 @contextlib.contextmanager
-def torchruns(folder: Path, nnodes: str, *options: str) -> Iterator[Torchruns]:
-    running = Torchruns(folder, nnodes, *options)
+def torchruns(folder: Path, nnodes: str, *options: str, script: Sequence[str] = ()) -> Iterator[Torchruns]:
+    running = Torchruns(folder, nnodes, *options, script=script)
     try:
         yield running
         assert all("A TCPSTORE WAS MADE" not in running.log(name) for name in running.nodes)

@@ -1,0 +1,160 @@
+"""The vault of a torchrun node: who gets a place, and when."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from p2pstate.agent.companion import VaultKeeper
+from p2pstate.agent.rounds import decide_restart
+from p2pstate.types import Start
+from rendezvous.config import Config
+from rendezvous.types import Member, View
+
+
+class FakeNode:
+    def __init__(self, member: Member) -> None:
+        self.key = member.key
+        self.verdict = None
+        self.proposed: list[str] = []
+        self.readers: dict[int, Callable[[], None]] = {}
+        self.later: list[Callable[[], None]] = []
+
+    def propose(self, reason: str) -> None:
+        self.proposed.append(reason)
+
+    def add_reader(self, fd: int, callback: Callable[[], None]) -> None:
+        self.readers[fd] = callback
+
+    def remove_reader(self, fd: int) -> None:
+        del self.readers[fd]
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
+        self.later.append(callback)
+
+
+class Host:
+    """One node `a` of `nnodes`; `told` is what its workers hear, by their channel (any object)."""
+
+    def __init__(self, nnodes: tuple[int, int]) -> None:
+        self.member = Member("a", 1, "127.0.0.1:1", num_workers=1)
+        self.node: Any = FakeNode(self.member)
+        low, high = nnodes
+        self.config = Config(
+            run_id="run",
+            name="a",
+            bind="127.0.0.1:0",
+            contacts=(),
+            num_workers=1,
+            num_nodes_min=low,
+            num_nodes_max=high,
+        )
+        self.told: list[tuple[Any, dict[str, Any]]] = []
+
+    def tell(self, channel: Any, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
+        self.told.append((channel, message))
+
+    def say(self, sentence: str) -> None: ...
+
+    def view(self, round_: int, start: str = Start.FRESH) -> View:
+        return View("nonce", round_, round_, (self.member,), (), (), "because", {"start": start, "progress": 3})
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host((1, 1))
+
+
+@pytest.fixture
+def keeper(host: Host):
+    keeper = VaultKeeper(host)
+    yield keeper
+    keeper.close()
+
+
+@pytest.fixture
+def process():
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as running:
+        yield running
+        running.kill()
+
+
+def worker(pid: int, round_: int, **changed: int) -> dict[str, Any]:
+    return {"t": "worker", "pid": pid, "round": round_, "rank": 0, "num_local": 1, "world_size": 1, **changed}
+
+
+def test_worker_gets_its_place_when_its_round_has_come(host: Host, keeper: VaultKeeper, process: Any) -> None:
+    keeper.on_view(host.view(1))
+    keeper.on_message("early", worker(process.pid, 2))
+    assert host.told == []
+    keeper.on_view(host.view(2, Start.RESTART))
+    (channel, message), *_ = host.told
+    assert (channel, message["t"], message["rank"], message["fresh"], message["restore"]) == (
+        "early",
+        "assign",
+        0,
+        True,
+        True,
+    )
+
+
+def test_rank_goes_to_a_new_process_only_after_the_one_before_has_ended(
+    host: Host, keeper: VaultKeeper, process: Any
+) -> None:
+    keeper.on_view(host.view(1))
+    keeper.on_message("old", worker(process.pid, 1))
+    keeper.on_closed("old")  # it closed its line, and lives on
+    host.told.clear()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as successor:
+        keeper.on_message("new", worker(successor.pid, 1))
+        assert host.told == []
+        assert process.wait(10) == -9
+        for callback in list(host.node.readers.values()):
+            callback()
+        assert [(channel, message["t"]) for channel, message in host.told] == [("new", "assign")]
+        successor.kill()
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "changed", "words"),
+    [((1, 2), {}, "--nnodes 1:2"), ((1, 1), {"world_size": 3, "num_local": 2}, "--nproc-per-node")],
+)
+def test_run_that_cannot_be_protected_is_refused_with_the_reason(
+    nnodes: tuple[int, int], changed: dict[str, int], words: str, process: Any
+) -> None:
+    host = Host(nnodes)
+    keeper = VaultKeeper(host)
+    keeper.on_view(host.view(1))
+    keeper.on_message("w", worker(process.pid, 1, **changed))
+    keeper.close()
+    ((_, message),) = host.told
+    assert message["t"] == "refused"
+    assert words in message["reason"]
+
+
+def test_error_that_nobody_explains_asks_for_a_new_round(host: Host, keeper: VaultKeeper, process: Any) -> None:
+    keeper.on_view(host.view(1))
+    keeper.on_message("w", worker(process.pid, 1))
+    keeper.on_message("w", {"t": "error", "epoch": 1, "text": "gloo broke"})
+    assert host.node.proposed == []
+    host.node.later.pop()()
+    assert host.node.proposed == ["a: rank 0: gloo broke"]
+    assert keeper.ballot()["wants_round"]
+    keeper.on_view(host.view(2))
+    assert not keeper.ballot()["wants_round"]
+
+
+def test_message_of_a_stranger_is_an_error(keeper: VaultKeeper) -> None:
+    with pytest.raises(KeyError):
+        keeper.on_message("stranger", {"t": "inventory", "id": 1})
+
+
+def test_every_round_after_the_first_resumes_where_somebody_has_state(host: Host) -> None:
+    first = decide_restart(None, [{"has_state": False}])
+    assert first == (False, {"start": Start.FRESH, "progress": -1})
+    wanted, data = decide_restart(host.view(1), [{"has_state": True, "step": 4}, {"wants_round": "x"}])
+    assert (wanted, data) == (True, {"start": Start.RESTART, "progress": 4})
