@@ -75,6 +75,14 @@ Layout, from the top down (a file imports only what stands above it):
     data/tokens.py
     data/pack.py
     data/command.py
+    planning/units.py       planning/: p2pstate plan
+    planning/inputs.py
+    planning/formulas.py
+    planning/simulation.py
+    planning/plan.py
+    planning/text.py
+    planning/plot.py
+    planning/command.py
     witness.py              a member that only votes
     cli.py                  p2prun, p2pstate
 End of layout.

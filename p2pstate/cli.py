@@ -19,6 +19,8 @@ from p2pstate.agent.job import Job
 from p2pstate.data.command import add_command as add_data_command
 from p2pstate.data.command import run_command as run_data_command
 from p2pstate.errors import EXIT_CONFIG
+from p2pstate.planning.command import add_command as add_plan_command
+from p2pstate.planning.command import run_command as run_plan_command
 from p2pstate.witness import Witness
 from rendezvous.config import PRESETS, Config
 from rendezvous.keys import make_key_file, read_key_file
@@ -67,11 +69,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     keygen = commands.add_parser("keygen", help="make the secret that the nodes of a run share")
     keygen.add_argument("file", metavar="FILE", help="a new file; an existing one is never overwritten")
     add_data_command(commands)
+    add_plan_command(commands)
     options = parser.parse_args(argv)
     if options.command == "keygen":
         return _keygen(options.file)
     if options.command == "data":
         return run_data_command(options)
+    if options.command == "plan":
+        return run_plan_command(options)
     parser.print_help()
     return 0
 
