@@ -72,6 +72,10 @@ class Namespaces:
         """From now on no packet enters or leaves the node."""
         ip("-n", self._hub, "link", "set", f"port{index}", "down")
 
+    def mend(self, index: int) -> None:
+        """The end of `cut`."""
+        ip("-n", self._hub, "link", "set", f"port{index}", "up")
+
     def close(self) -> None:
         for name in (*self._nodes, self._hub):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=LIMIT_S)

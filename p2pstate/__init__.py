@@ -83,6 +83,7 @@ Layout, from the top down (a file imports only what stands above it):
     planning/text.py
     planning/plot.py
     planning/command.py
+    options.py              what several commands share
     witness.py              a member that only votes
     cli.py                  p2prun, p2pstate
 End of layout.

@@ -12,20 +12,22 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from p2pstate.agent.agent import Agent
 from p2pstate.agent.job import Job
 from p2pstate.data.command import add_command as add_data_command
 from p2pstate.data.command import run_command as run_data_command
 from p2pstate.errors import EXIT_CONFIG
+from p2pstate.options import add_detection, add_network, add_run, make_config, operator_config, read_labels
 from p2pstate.planning.command import add_command as add_plan_command
 from p2pstate.planning.command import run_command as run_plan_command
 from p2pstate.witness import Witness
-from rendezvous.config import PRESETS, Config
-from rendezvous.keys import make_key_file, read_key_file
+from rendezvous.config import Config
+from rendezvous.keys import make_key_file
+from rendezvous.operator import Operator
 from rendezvous.types import RendezvousError, Role
-from rendezvous.zmq_transport import check_exposure
+from rendezvous.zmq_transport import ZmqTransport
 
 __all__ = ["main", "p2prun"]
 
@@ -37,6 +39,8 @@ def p2prun(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["witness"]:
         return _witness(arguments[1:])
+    if arguments[:1] == ["assume-dead"]:
+        return _assume_dead(arguments[1:])
     options = _parser().parse_args(arguments)
     try:
         config, job = _configure(options)
@@ -88,12 +92,13 @@ def _witness(arguments: Sequence[str]) -> int:
         "node. Start the nodes with --witnesses (torchrun: --rdzv-conf witnesses=1).",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    _add_run(parser)
-    _add_network(parser)
+    add_run(parser)
+    add_network(parser)
+    add_detection(parser)
     parser.add_argument("--name", default=f"witness-{socket.gethostname()}", help="unique within the run")
     options = parser.parse_args(arguments)
     try:
-        config = _config(options, Role.WITNESS, num_workers=0)
+        config = make_config(options, Role.WITNESS, num_workers=0)
         witness = Witness(config)
     except (ValueError, RendezvousError, OSError) as error:
         print(f"p2prun witness: {error}", file=sys.stderr)
@@ -101,6 +106,43 @@ def _witness(arguments: Sequence[str]) -> int:
 
     _end_on_signals(witness, config.name)
     return witness.run()
+
+
+def _assume_dead(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="p2prun assume-dead",
+        description="Tell a run that waits for a silent node that this node is gone. Say so only if you know that none "
+        "of its processes runs any more (the host is off, or was booted anew), and that no other node of the run goes "
+        "on with it elsewhere: two groups might train otherwise. A node that comes back is counted out. Refused while "
+        "any contact still hears from the node. Exit code: 0 taken, 1 refused or nobody answered, 78 bad options.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("node", metavar="NODE", help="its name in the run")
+    parser.add_argument("--run-id", default=os.environ.get("P2PSTATE_RUN_ID", "default"), help="as on the nodes")
+    parser.add_argument("--reason", default="an operator says so", metavar="TEXT", help="becomes part of the log")
+    parser.add_argument("--timeout", type=float, default=15.0, metavar="S", help="give up after this long")
+    add_network(parser, bind=None)
+    options = parser.parse_args(arguments)
+    try:
+        config = operator_config(options)
+        transport = ZmqTransport(config)
+    except (ValueError, RendezvousError, OSError) as error:
+        print(f"p2prun assume-dead: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    try:
+        outcome = Operator(config, transport, options.node, options.reason).assume_dead(options.timeout)
+    finally:
+        transport.close(0.5)
+    for name, answer in sorted(outcome.answers.items()):
+        print(f"{name}: {answer.text}")
+    if not outcome.answers:
+        tried = "; ".join(outcome.problems) or ", ".join(config.contacts)
+        print(
+            f"p2prun assume-dead: nobody answered within {options.timeout:g} s ({tried}). Check --contacts, --run-id "
+            f"and --key-file, and that the nodes can reach {transport.address} (--bind, --advertise)",
+            file=sys.stderr,
+        )
+    return 0 if outcome.done else 1
 
 
 def _keygen(path: str) -> int:
@@ -123,10 +165,11 @@ def _parser() -> argparse.ArgumentParser:
         "with the same arguments except --name and --bind; surplus nodes become spares.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    run = _add_run(parser)
+    run = add_run(parser)
     run.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="workers per node")
     run.add_argument("--run-dir", metavar="DIR", help="where events and logs go (one file per node)")
-    _add_network(parser)
+    add_network(parser)
+    add_detection(parser)
     node = parser.add_argument_group("this node")
     node.add_argument("--name", default=socket.gethostname(), help="unique within the run")
     node.add_argument(
@@ -155,78 +198,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_run(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """What every member of a run must be told alike."""
-    run = parser.add_argument_group("the run")
-    run.add_argument("--run-id", default=os.environ.get("P2PSTATE_RUN_ID", "default"), help="the same on every node")
-    run.add_argument("--nnodes", default="1", metavar="N or MIN:MAX", help="training nodes")
-    run.add_argument("--spares", type=int, default=0, metavar="N", help="spare nodes the first view waits for")
-    run.add_argument("--witnesses", type=int, default=0, metavar="N", help="witnesses the first view waits for")
-    return run
-
-
-def _add_network(parser: argparse.ArgumentParser) -> None:
-    net = parser.add_argument_group("the network")
-    net.add_argument("--contacts", default="", metavar="LIST", help="host:port,... of nodes to ask; any one suffices")
-    net.add_argument("--bind", default="127.0.0.1:0", metavar="HOST:PORT", help="where this node listens")
-    net.add_argument("--advertise", metavar="HOST:PORT", help="how others reach this node, if not at --bind")
-    net.add_argument("--key-file", metavar="FILE", help="the run's secret (p2pstate keygen); needed off loopback")
-    net.add_argument("--insecure", action="store_true", help="listen off loopback without a key")
-    net.add_argument("--preset", choices=sorted(PRESETS), default="default", help="timeouts")
-
-
-def _config(
-    options: argparse.Namespace, role: Role, num_workers: int, labels: Mapping[str, str] | None = None
-) -> Config:
-    """Raises ValueError or OSError, saying what is wrong with which option and what to do."""
-    low, _, high = options.nnodes.partition(":")
-    if not (low.isdigit() and (high or low).isdigit()):
-        raise ValueError(f"--nnodes {options.nnodes}: give a number, or MIN:MAX")
-    if role is Role.NODE and int(low) != int(high or low):
-        raise ValueError(f"--nnodes {options.nnodes}: the number of training nodes is fixed so far, give one number")
-    contacts = tuple(part.strip() for part in options.contacts.split(",") if part.strip())
-    if not contacts and (role is Role.WITNESS or int(high or low) + options.spares + options.witnesses > 1):
-        raise ValueError("--contacts is missing: list host:port of some nodes of this run (this one may be among them)")
-    config = Config.from_env(
-        run_id=options.run_id,
-        name=options.name,
-        bind=options.bind,
-        advertise=options.advertise,
-        contacts=contacts,
-        role=role,
-        num_workers=num_workers,
-        labels=labels,
-        num_nodes_min=int(low),
-        num_nodes_max=int(high or low),
-        num_spares_expected=options.spares,
-        num_witnesses_expected=options.witnesses,
-        preset=options.preset,
-        key=read_key_file(options.key_file) if options.key_file else None,
-        insecure=options.insecure,
-    )
-    check_exposure(config)
-    return config
-
-
-def _labels(given: Sequence[str]) -> dict[str, str] | None:
-    """None when no option was given: P2PSTATE_LABELS holds then."""
-    labels: dict[str, str] = {}
-    for text in given:
-        key, equals, value = text.partition("=")
-        if not key or not equals or not value:
-            raise ValueError(f"--label {text}: give it as KEY=VALUE, for example rack=r1")
-        if labels.setdefault(key, value) != value:
-            raise ValueError(f"--label {text}: this node has the label {key}={labels[key]} already")
-    return labels or None
-
-
 def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
     """Raises ValueError or OSError, saying what is wrong with which option and what to do."""
     if options.nproc_per_node < 1:
         raise ValueError(f"--nproc-per-node {options.nproc_per_node}: at least one worker is needed")
     if not options.module and not os.path.isfile(options.script):
         raise ValueError(f"there is no script {options.script!r} here ({os.getcwd()}); -m runs a module")
-    config = _config(options, Role.NODE, options.nproc_per_node, _labels(options.label))
+    config = make_config(options, Role.NODE, options.nproc_per_node, read_labels(options.label))
     job = Job(
         script=options.script,
         args=tuple(options.args),

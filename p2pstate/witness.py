@@ -75,8 +75,8 @@ class Witness:
         self._say(f"the run has ended: {verdict.text}")
         self._stop_soon()
 
-    def on_evicted(self, view: View) -> None:
-        self._say(f"the run went on without this witness (view {view.epoch}: {view.reason}); start it anew")
+    def on_evicted(self, reason: str) -> None:
+        self._say(f"{reason}; start this witness anew")
         self._stop_soon()
 
     def _stop_soon(self) -> None:

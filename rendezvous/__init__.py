@@ -17,12 +17,15 @@ views.py           whose votes are enough, and which view comes next
 agreement.py       one decision per epoch
 motives.py         why a new view is wanted, and whose turn it is
 joining.py         how members come to know each other
+fences.py          who is gone by the word of somebody outside
 core.py            all of it as step(event, now) -> effects
 discovery.py       where contacts come from
 transport.py       the network as one small interface
 zmq_transport.py   the real one
+operator.py        the word of an operator, from outside
 store_shard.py     one member's keys of one round
 store_router.py    which shard, and getting there
+fence_command.py   a command that tells whether a node is gone
 node.py            the loop: receive -> step -> effects
 local.py           the line between a node's agent and its other processes
 store.py           torch's Store on top
@@ -33,6 +36,7 @@ agent.py           the process that holds a node's membership under torchrun
 torchrun.py        torchrun --rdzv-backend=p2p
 faults.py          faults as data, for simulations
 invariants.py      what every decided view must fulfil
+simulated_node.py  one life of one agent in a simulation
 testing.py         a simulated network for the real core
 End of layout.
 

@@ -133,9 +133,9 @@ class NodeAgent:
         if self._launcher is None:
             self._stop_soon()
 
-    def on_evicted(self, view: View) -> None:
-        self.say(f"the run went on without this node (view {view.epoch}: {view.reason})")
-        self._tell("evicted", reason=view.reason)
+    def on_evicted(self, reason: str) -> None:
+        self.say(reason)
+        self._tell("evicted", reason=reason)
 
     # -- what the processes of this node say
 

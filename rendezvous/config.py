@@ -7,6 +7,7 @@ and `Timing`, the ladder of every timeout, derived from two numbers. Invariants:
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,6 +93,7 @@ class Config:
     members.
     `rejoin` says that this agent replaces one that was in the run before: it waits to be taken in and has no vote in a
     first view, because its predecessor may have given it already.
+    `fence` is the command that tells whether a silent node is gone (fence_command.py).
     `proof_suffices` lets any survivor go on when all other members are proven dead, also when they were more than half
     of the view and died at once. It is for networks that do not partition (one host, one switch): a survivor that was
     cut off before would not know what the others decided meanwhile.
@@ -118,6 +120,7 @@ class Config:
     rejoin: bool = False
     proof_suffices: bool = False
     host_owned: bool | None = None
+    fence: str | None = None
     incarnation: int | None = None
 
     def __post_init__(self) -> None:
@@ -142,6 +145,8 @@ class Config:
                 raise ValueError(f"{what} is too small for a {self.role}")
         if self.first_view_last_call_s < 0:
             raise ValueError("first_view_last_call_s must not be negative")
+        if self.fence is not None:
+            split_command(self.fence)
         if self.key is not None:
             check_key(self.key, "key")
         Timing(self.probe_interval_s, self.failure_s)
@@ -156,14 +161,14 @@ class Config:
 
     @staticmethod
     def from_env(env: Mapping[str, str] | None = None, **arguments: Any) -> Config:
-        """`arguments` completed by P2PSTATE_RUN_ID, _NAME, _BIND, _ADVERTISE, _CONTACTS (commas), _KEY (hex),
+        """`arguments` completed by P2PSTATE_RUN_ID, _NAME, _BIND, _ADVERTISE, _FENCE, _CONTACTS (commas), _KEY (hex),
         _KEY_FILE, _LABELS ("rack=r1,zone=z2") and _PRESET.
 
         OSError if a key file cannot be read. `preset` ("default" or "local") may also be an argument; probe_interval_s
         and failure_s win over it.
         """
         source = os.environ if env is None else env
-        for name in ("run_id", "name", "bind", "advertise"):
+        for name in ("run_id", "name", "bind", "advertise", "fence"):
             text = source.get(_ENV_PREFIX + name.upper())
             if text is not None and arguments.get(name) is None:
                 arguments[name] = text
@@ -214,6 +219,17 @@ def split_endpoint(text: str, what: str, *, any_port: bool = False) -> tuple[str
             f'{what} {text!r} is not "host:port" (or "[IPv6 address]:port") with a port of {lowest}..65535'
         )
     return host, int(port)
+
+
+def split_command(command: str) -> list[str]:
+    """The words of a command line, as a shell divides it; ValueError if there are none or a quote is left open."""
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"fence {command!r} is no command: {error}") from None
+    if not words:
+        raise ValueError("fence is empty: name a command, or leave it out")
+    return words
 
 
 def check_contact(contact: str) -> None:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rendezvous.agreement import Agreement, Decider
 from rendezvous.config import Config
 from rendezvous.detector import Detector
-from rendezvous.effects import Deliver, Effect, Evicted, Forget, Installed, JobEnded, Outbox, Waiting
+from rendezvous.effects import Deliver, Effect, Evicted, Installed, JobEnded, Outbox, Send, Waiting
 from rendezvous.events import (
     AssumeDead,
     ConnectionLost,
@@ -23,11 +23,13 @@ from rendezvous.events import (
     Declare,
     Dialed,
     Event,
+    FenceAnswered,
     Leave,
     Propose,
     Received,
     Tick,
 )
+from rendezvous.fences import Fences
 from rendezvous.joining import Joining
 from rendezvous.membership import Membership, Record
 from rendezvous.messages import (
@@ -38,6 +40,7 @@ from rendezvous.messages import (
     Beat,
     Decided,
     Ended,
+    Fence,
     Gossip,
     IndirectAck,
     Join,
@@ -87,6 +90,7 @@ class Core:
         self.verdict: Verdict | None = None
         self.view: View | None = None  # the newest view that contains this node
         self._evicted = False
+        self._fences = Fences(self.membership, self.agreement, timing, self._out)
         self._joining = Joining(self.membership, self.detector, timing, self._out, now)
         self._last_tick_s = now
         self._next_sync_s = now + timing.sync_interval_s
@@ -137,7 +141,9 @@ class Core:
                 self.membership.leave(event.reason)
                 self.agreement.proposal = None
             case AssumeDead():
-                self._assume_dead(event, now)
+                self._fences.assume(event, now)
+            case FenceAnswered():
+                self._fences.answered(event, now)
         self._notice_eviction()
         self.agreement.abstains = self._evicted or self.membership.own.status >= Status.GONE
         if self._may_propose():
@@ -145,13 +151,18 @@ class Core:
         return self._drain()
 
     def _notice_eviction(self) -> None:
-        """Out is who is missing in a view newer than one it was in, or is told that others count it as gone."""
-        newest = self.newest
-        if newest is None or self._evicted or self.me.key in newest.keys:
+        """Out is who is fenced, missing in a view newer than one it was in, or told that others count it as gone."""
+        newest, own = self.newest, self.membership.own
+        if newest is None or self._evicted:
             return
-        if self.view is not None or self.membership.own.status >= Status.GONE:
-            self._evicted = True
-            self._out.put(Evicted(newest))
+        if own.status is Status.FENCED:
+            self._evict(f"this node was counted out while it was not heard from ({own.reason})")
+        elif self.me.key not in newest.keys and (self.view is not None or own.status is Status.GONE):
+            self._evict(f"the run went on without this node (view {newest.epoch}: {newest.reason})")
+
+    def _evict(self, reason: str) -> None:
+        self._evicted = True
+        self._out.put(Evicted(reason))
 
     def _drain(self) -> list[Effect]:
         effects: list[Effect] = []
@@ -172,6 +183,7 @@ class Core:
         self.detector.tick(now)
         if self._may_propose():
             self.agreement.tick(now)
+            self._fences.tick(now)
         if not self._evicted:
             self._joining.tick(now)
         if now >= self._next_sync_s:
@@ -210,6 +222,9 @@ class Core:
                 return
             case Ended():
                 self._end(message.verdict)
+                return
+            case Fence():
+                self._out.put(Send(envelope.address, envelope.sender, self._fences.asked(message, now)))
                 return
             case _:
                 pass
@@ -259,6 +274,8 @@ class Core:
             self.detector.on_ping(record, message)
         if self.newest is not None and isinstance(message, Ping | ViewWanted | Prepare | Accept | StoreCall):
             self._out.send(record.member, Decided(self.newest))
+            if record.status is Status.FENCED:
+                self._out.send(record.member, Gossip((record.update(),)))  # that view may still contain it
 
     def _on_sync(self, message: Sync, envelope: Envelope, now: float) -> None:
         self._apply_all(message.updates, now)
@@ -321,7 +338,7 @@ class Core:
             left_out = self.membership.records.get(key)
             if left_out is not None and left_out is not self.membership.own and not left_out.ended:
                 self.membership.judge(key, Status.GONE, f"not in the view of epoch {view.epoch}", now)
-        is_member = self.me.key in view.keys
+        is_member = self.me.key in view.keys and not self._evicted
         self._out.put(Installed(view, is_member))
         if is_member:
             self.view = view
@@ -332,12 +349,6 @@ class Core:
             self._out.put(JobEnded(verdict))
             for record in self.membership.live():
                 self._out.send(record.member, Ended(verdict))
-
-    def _assume_dead(self, event: AssumeDead, now: float) -> None:
-        for record in list(self.membership.others()):
-            if record.member.name == event.name and record.status is not Status.FENCED:
-                self.membership.judge(record.member.key, Status.FENCED, event.reason, now, proof=True)
-                self._out.put(Forget(record.member.address))
 
     def quorate(self) -> bool:
         """Is this node in the newest view it knows, and are enough of its members beyond suspicion to decide the

@@ -30,6 +30,13 @@ class Dial:
 
 
 @dataclass(frozen=True, slots=True)
+class AskFence:
+    """Find out, from whoever can know, whether `member` is gone, and report with a `FenceAnswered` event."""
+
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
 class Forget:
     """Nobody will be spoken to at `address` any more."""
 
@@ -51,7 +58,9 @@ class Installed:
 
 @dataclass(frozen=True, slots=True)
 class Evicted:
-    view: View
+    """The run has no more place for this incarnation; `reason` is a sentence."""
+
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +81,7 @@ class Deliver:
     message: Message
 
 
-Effect: TypeAlias = Send | Dial | Forget | Changed | Installed | Evicted | Waiting | JobEnded | Deliver
+Effect: TypeAlias = Send | Dial | AskFence | Forget | Changed | Installed | Evicted | Waiting | JobEnded | Deliver
 
 
 @dataclass(slots=True)

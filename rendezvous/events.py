@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from rendezvous.types import Verdict
+from rendezvous.messages import Status
+from rendezvous.types import MemberKey, Verdict
 from rendezvous.wire import Envelope
 
 
@@ -64,4 +65,15 @@ class AssumeDead:
     reason: str
 
 
-Event: TypeAlias = Received | Tick | ConnectionLost | Dialed | Contacts | Propose | Declare | Leave | AssumeDead
+@dataclass(frozen=True, slots=True)
+class FenceAnswered:
+    """What the fencing command says about a member: GONE, FENCED, or None where it cannot say that it is gone."""
+
+    member: MemberKey
+    status: Status | None
+    text: str
+
+
+Event: TypeAlias = (
+    Received | Tick | ConnectionLost | Dialed | Contacts | Propose | Declare | Leave | AssumeDead | FenceAnswered
+)

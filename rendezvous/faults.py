@@ -18,7 +18,8 @@ class Fault:
     "a|b,c"), cut_one_way (from the first name to all others), heal; ambush (the next node that completes a
     decision loses what it then sends and is cut off), ambush_crash (it crashes instead); strike_cut, strike_crash (as
     soon as a proposal is under way somewhere, a random side is cut off, or its proposer or another node crashes; `who`
-    has then no meaning); loss (amount: share of messages lost), calm.
+    has then no meaning); loss (amount: share of messages lost), calm; assume_dead (an operator says so to somebody who
+    does not hear from it, or to the one named after a bar, "d|a", if nothing that it began goes on).
     """
 
     at_s: float
@@ -62,6 +63,37 @@ def random_schedule(rng: random.Random, names: Sequence[str], until_s: float, nu
         if end is not None and (end != "restart" or rng.random() < 0.7):
             faults.append(Fault(end_s, end, who if end in ("restart", "resume") else ""))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def fencing_schedule(
+    rng: random.Random, names: Sequence[str], until_s: float
+) -> tuple[tuple[Fault, ...], frozenset[str]]:
+    """Some members fall silent, an operator assumes their death, and they come back. -> (faults, those members).
+
+    One of the others never crashes, and those that come back are not more than half of all.
+    """
+    keeper, *rest = rng.sample(list(names), len(names))
+    silent = rest[: rng.randint(1, len(rest))]
+    num_returning = rng.randint(1, max(1, min(len(silent), len(names) // 2)))
+    at_s = rng.uniform(0.6, 1.0)
+    word_s = at_s + rng.uniform(0.9, 2.0)
+    faults = [Fault(at_s, "crash", name) for name in silent[num_returning:]]
+    back_s = word_s + rng.choice((rng.uniform(0.0, 0.2), rng.uniform(0.0, 1.0)))
+    if rng.random() < 0.5:
+        faults += [Fault(at_s, "cut", ",".join(silent[:num_returning])), Fault(back_s, "heal")]
+    else:
+        for name in silent[:num_returning]:
+            faults += [Fault(at_s, "pause", name), Fault(back_s + rng.uniform(0.0, 0.3), "resume", name)]
+    for name in silent:
+        told_s = word_s + rng.uniform(0.0, 0.1)
+        faults += [Fault(told_s + again_s, "assume_dead", name) for again_s in (0.0, 0.4, 0.8)]
+    others = [name for name in rest if name not in silent]
+    if others and rng.random() < 0.5:
+        faults.append(Fault(rng.uniform(at_s, until_s), "crash", rng.choice(others)))
+    if rng.random() < 0.5:
+        faults += [Fault(rng.uniform(0.0, until_s), "loss", amount=rng.uniform(0.05, 0.5))]
+    faults += [Fault(rng.uniform(at_s, until_s), "propose", rng.choice([keeper, *others])) for _ in range(2)]
+    return tuple(sorted(faults, key=lambda fault: fault.at_s)), frozenset(silent)
 
 
 def deciding_schedule(rng: random.Random, names: Sequence[str], until_s: float, num_faults: int) -> tuple[Fault, ...]:

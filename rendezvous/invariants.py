@@ -19,8 +19,12 @@ def wrong_with(
     num_names: int,
     num_places_min: int,
     num_places_max: int,
+    vouched: AbstractSet[MemberKey] = frozenset(),
 ) -> str | None:
-    """Why `view` must not have been decided after `before`; `voters`: who accepted it, for each ballot."""
+    """Why `view` must not have been decided after `before`.
+
+    `voters`: who accepted it, for each ballot; `vouched`: whose death an operator has vouched for.
+    """
     names = [member.name for member in view.members]
     if len(set(names)) != len(names):
         return f"has a name twice: {names}"
@@ -31,7 +35,8 @@ def wrong_with(
             return "follows no decided one"
         enough = any(2 * len({key.name for key in keys}) > num_names for keys in voters)
         return None if enough else f"was decided by too few: {voters}"
-    if not any(2 * len(keys & before.keys) >= len(before.keys) for keys in voters):
+    counts = before.keys, before.keys - vouched
+    if not any(2 * len(keys & counted) >= len(counted) > 0 for keys in voters for counted in counts):
         return f"was decided by too few: {voters}"
     if view.nonce != before.nonce:
         return "changed the nonce"

@@ -35,6 +35,16 @@ class Status(enum.IntEnum):
     FENCED = 5  # gone, and somebody outside guarantees that nothing it began goes on: its vote is not missed
 
 
+class Standing(enum.IntEnum):
+    """What a member can say to an operator who wants another one counted as gone."""
+
+    ANSWERS = 0  # it is alive here: nobody may assume its death
+    UNCLEAR = 1  # suspected: ask again
+    SILENT = 2  # for long enough: assume its death if you know of it
+    ASSUMED_DEAD = 3
+    UNKNOWN = 4  # nothing waits for such a member here
+
+
 @dataclass(frozen=True, slots=True)
 class Update:
     """One member's status as somebody sees it. `proof`: certain (the member votes no more); `origin`: who says so."""
@@ -261,6 +271,24 @@ class StoreResult:
     timed_out: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Fence:
+    """An operator, who is no member, guarantees that `name` is gone. `sure` is false while it only asks about it."""
+
+    name: str
+    reason: str
+    sure: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FenceAnswer:
+    """What the receiver of a Fence knows of `name`, or did, in words."""
+
+    name: str
+    standing: Standing
+    text: str
+
+
 Message: TypeAlias = (
     Join
     | JoinRefused
@@ -282,4 +310,6 @@ Message: TypeAlias = (
     | AppMessage
     | StoreCall
     | StoreResult
+    | Fence
+    | FenceAnswer
 )

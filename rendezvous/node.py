@@ -22,8 +22,9 @@ from rendezvous import events
 from rendezvous.config import Config, split_endpoint
 from rendezvous.core import Core
 from rendezvous.discovery import ContactReader, is_literal, publish, read_contacts
+from rendezvous.fence_command import FenceCommand
 from rendezvous.membership import Record
-from rendezvous.messages import AppMessage, Message, StoreCall, StoreResult
+from rendezvous.messages import AppMessage, Message, Status, StoreCall, StoreResult
 from rendezvous.store_router import StoreRouter
 from rendezvous.transport import Incoming, Transport
 from rendezvous.types import Application, Member, MemberKey, StoreReply, Verdict, View
@@ -98,6 +99,7 @@ class Node:
         self._stopped = False
         self._closed = False
         self._contact_reader: ContactReader | None = None
+        self._fence = FenceCommand(config.fence, config.run_id, self._fence_answered) if config.fence else None
 
     @property
     def key(self) -> MemberKey:
@@ -176,6 +178,8 @@ class Node:
         self._closed = self._stopped = True
         if self._contact_reader is not None:
             self._contact_reader.close()
+        if self._fence is not None:
+            self._fence.close()
         self._transport.close(CLOSE_LINGER_S)
 
     def _wait_s(self) -> float:
@@ -239,12 +243,18 @@ class Node:
         finally:
             self._performing = False
 
+    def _fence_answered(self, member: MemberKey, status: Status | None, text: str) -> None:
+        self.call_soon_threadsafe(lambda: self._step(events.FenceAnswered(member, status, text)))
+
     def _perform(self, effect: out.Effect) -> None:
         match effect:
             case out.Send():
                 self._send(effect.address, effect.to, effect.message)
             case out.Dial():
                 self._transport.dial(effect.address, self.config.timing.dial_s)
+            case out.AskFence():
+                if self._fence is not None:
+                    self._fence.ask(effect.member)
             case out.Forget():
                 self._transport.forget(effect.address)
             case out.Changed():
@@ -254,7 +264,7 @@ class Node:
                 if effect.member:
                     self._application.on_view(effect.view)
             case out.Evicted():
-                self._application.on_evicted(effect.view)
+                self._application.on_evicted(effect.reason)
             case out.Waiting():
                 self._application.on_waiting(effect.reason)
             case out.JobEnded():

@@ -17,8 +17,6 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 from rendezvous import effects as out
 from rendezvous import events
@@ -26,66 +24,16 @@ from rendezvous.config import Config, Timing
 from rendezvous.core import Core
 from rendezvous.faults import Fault
 from rendezvous.invariants import wrong_with
-from rendezvous.messages import AcceptedVote, Ballot, Promise
+from rendezvous.messages import AcceptedVote, Ballot, Fence, FenceAnswer, Promise, Standing, Status
+from rendezvous.simulated_node import Clock, SimulatedApplication, SimulatedNode
 from rendezvous.types import Member, MemberKey, Role, View
 from rendezvous.wire import Envelope
+
+_OPERATOR, _OPERATOR_AT = MemberKey("operator", 1), "127.0.0.1:7000"
 
 
 class InvariantViolation(AssertionError):
     """Something that must never happen happened; the text has seed, schedule and the last events."""
-
-
-class _Application:
-    """Answers for a simulated member; wants a new round now and then, as a real one does."""
-
-    def __init__(self, rng: random.Random) -> None:
-        self._rng = rng
-
-    def ballot(self) -> dict[str, Any]:
-        return {"draw": self._rng.randrange(10)}
-
-    def decide(
-        self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
-    ) -> tuple[bool, dict[str, Any]]:
-        del previous
-        wanted = any(ballot["draw"] == 0 for ballot in ballots.values())
-        return wanted, {"places": len(places), "ballots": len(ballots)}
-
-    def progress(self) -> Mapping[str, Any]:
-        return {}
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """What one host takes for the time."""
-
-    zero_s: float
-    rate: float
-
-    def local_s(self, now: float) -> float:
-        return self.zero_s + now * self.rate
-
-    def global_s(self, local_s: float) -> float:
-        return (local_s - self.zero_s) / self.rate
-
-
-@dataclass(slots=True)
-class SimulatedNode:
-    """One life of one agent."""
-
-    core: Core
-    clock: Clock
-    running: bool = True
-    paused: bool = False
-    evicted: bool = False
-    left: bool = False
-    views: list[View] = field(default_factory=list)
-    backlog: list[events.Event] = field(default_factory=list)
-    next_tick_s: float = 0.0
-
-    @property
-    def member(self) -> Member:
-        return self.core.me
 
 
 def _decides(event: events.Event) -> bool:
@@ -117,6 +65,7 @@ class Simulation:
         witnesses: Sequence[str] = (),
         timing: Timing | None = None,
         start_s: Mapping[str, float] | None = None,
+        fencing_command: bool = False,
         core_type: Callable[..., Core] = Core,
     ) -> None:
         self.seed = seed
@@ -131,6 +80,9 @@ class Simulation:
         self._lives = itertools.count(1)
         self._addresses = {name: f"127.0.0.1:{7001 + i}" for i, name in enumerate((*names, *witnesses))}
         self._witnesses = frozenset(witnesses)
+        self._fencing_command = fencing_command
+        self.vouched: set[MemberKey] = set()
+        self._answer: FenceAnswer | None = None
         self._cuts: list[tuple[frozenset[str], frozenset[str]]] = []
         self._loss = 0.0
         self._ambush = ""
@@ -190,7 +142,7 @@ class Simulation:
         )
         member = Member(name, next(self._lives), config.bind, config.role)
         clock = Clock(self._rng.uniform(0.0, 1000.0), self._rng.uniform(0.98, 1.02))
-        core = self._core_type(member, config, _Application(self._rng), self._rng, clock.local_s(self.now))
+        core = self._core_type(member, config, SimulatedApplication(self._rng), self._rng, clock.local_s(self.now))
         node = SimulatedNode(core, clock)
         self.nodes[name] = node
         self._note(f"{member.key} starts")
@@ -257,10 +209,13 @@ class Simulation:
                 self._send(node, effect)
             case out.Dial():
                 self._dial(node, effect.address)
+            case out.AskFence():
+                if self._fencing_command:
+                    self._ask_fence(node, effect.member)
             case out.Installed():
                 self._installed(node, effect.view, effect.member)
             case out.Evicted():
-                self._note(f"{node.member.key} is evicted by epoch {effect.view.epoch}")
+                self._note(f"{node.member.key} is evicted: {effect.reason}")
                 self.coverage["evicted"] += 1
                 node.evicted = True
             case out.Changed():
@@ -282,6 +237,9 @@ class Simulation:
         return not any(source in here and target in there for here, there in self._cuts)
 
     def _send(self, node: SimulatedNode, effect: out.Send) -> None:
+        if isinstance(effect.message, FenceAnswer):
+            self._answer = effect.message
+            return
         target = self._name_at(effect.address)
         if not self._passes(node.member.name, target) or self._rng.random() < self._loss:
             return
@@ -305,6 +263,13 @@ class Simulation:
         refused = reachable and (listener is None or not listener.running)
         delay_s = self._rng.uniform(0.0005, 0.01) if reachable else self._timing.dial_s
         self._at(self.now + delay_s, lambda: self._step(node, events.Dialed(address, refused)))
+
+    def _ask_fence(self, node: SimulatedNode, about: Member) -> None:
+        """A scheduler that knows the truth and takes its time."""
+        gone = any(dead.member.key == about.key for dead in self.dead)
+        event = events.FenceAnswered(about.key, Status.GONE if gone else None, "the scheduler says so")
+        self.coverage[f"fencing command: {'gone' if gone else 'not gone'}"] += 1
+        self._at(self.now + self._rng.uniform(0.01, 0.2), lambda: self._step(node, event))
 
     # -- faults -----------------------------------------------------------------------------------------------------
 
@@ -333,6 +298,8 @@ class Simulation:
             case "heal":
                 self._ambush = ""
                 self._cuts.clear()
+            case "assume_dead":
+                self._assume_dead(fault.who)
             case "loss":
                 self._loss = fault.amount
             case "calm":
@@ -345,6 +312,34 @@ class Simulation:
                     self.nodes[fault.who].left = True
             case _:
                 raise ValueError(f"unknown fault {fault.kind!r}")
+
+    def _assume_dead(self, who: str) -> None:
+        """An operator tells a member that knows the newest view and does not hear from this one.
+
+        Not told of a member that can still decide something with others: it is no honest word then.
+        """
+        name, _, told = who.partition("|")
+        target = self.nodes.get(name)
+        newest = max(self.decided.values(), key=lambda view: view.epoch, default=None)
+        if target is None or newest is None or target.member.key not in newest.keys:
+            return
+        group = {n.member.name for n in self.live() if not n.paused and self._passes(name, n.member.name)}
+        if target.running and not target.paused and 2 * len(group | {name}) > len(newest.members):
+            return
+        knowing = [n for n in self.live() if n.core.newest == newest and not n.paused and n.member.name not in group]
+        for node in self._rng.sample(knowing, len(knowing)):
+            if told and node.member.name != told:
+                continue
+            message = Fence(name, "the schedule says so", sure=True)
+            self.vouched.add(target.member.key)
+            self._answer = None
+            self._step(node, events.Received(Envelope("simulation", "", _OPERATOR, _OPERATOR_AT, None, message)))
+            answer: FenceAnswer | None = self._answer
+            if answer is not None and answer.standing is Standing.ASSUMED_DEAD:
+                self._note(f"{node.member.key} was told: {answer.text}")
+                self.coverage["assumed dead"] += 1
+                return
+            self.vouched.discard(target.member.key)
 
     def _cut(self, side: frozenset[str], other: frozenset[str] | None = None) -> None:
         rest = frozenset(self._addresses) - side if other is None else other
@@ -401,7 +396,7 @@ class Simulation:
             voters = [
                 keys for (epoch, _), (held, keys) in self._accepted.items() if (epoch, held) == (view.epoch, view)
             ]
-            wrong = wrong_with(view, before, voters, len(self._addresses), *self._sizes[:2])
+            wrong = wrong_with(view, before, voters, len(self._addresses), *self._sizes[:2], self.vouched)
             self._check(wrong is None, f"epoch {view.epoch} {wrong}")
 
     def check_converged(self) -> None:
@@ -409,6 +404,8 @@ class Simulation:
         it.
         """
         live = self.live()
+        for node in live:
+            self._check(node.member.key not in self.vouched, f"{node.member.key} is in, although it was assumed dead")
         newest = max((n.core.newest for n in live if n.core.newest), key=lambda view: view.epoch, default=None)
         if newest is None:
             return

@@ -59,6 +59,7 @@ _OPTIONS = {
     "name": "this node's name, unique in the run (the host's)",
     "key_file": "file with the run's secret (P2PSTATE_KEY_FILE)",
     "preset": "timeouts: default or local",
+    "fence": "command that tells whether a silent node is gone (P2PSTATE_FENCE)",
     "insecure": "true: no key off loopback",
 }
 _IGNORED = {"rank", "is_host", "store_type", "use_libuv", "read_timeout", "heartbeat_timeout", "keep_alive_interval"}
@@ -114,6 +115,7 @@ def read_settings(params: RendezvousParameters, env: Mapping[str, str] | None = 
         num_witnesses_expected=_number(given, "witnesses", 0, int),
         first_view_last_call_s=_number(given, "last_call_timeout", 30.0, float),
         preset=given.get("preset"),
+        fence=given.get("fence"),
         key=read_key_file(given["key_file"]) if "key_file" in given else None,
         insecure=bool(params.get_as_bool("insecure", False)),
     )
@@ -255,7 +257,7 @@ class AgentProcess:
                 case "waiting":
                     self._waiting = message["reason"]
                 case "evicted":
-                    self._evicted = f"the run went on without this node: {message['reason']}"
+                    self._evicted = message["reason"]
                 case "verdict":
                     self.verdict = message["code"], message["text"]
             self._changed.notify_all()

@@ -253,6 +253,6 @@ class Application(Protocol):
         """The job's end; called once. The node goes on telling others until it is stopped."""
         ...
 
-    def on_evicted(self, view: View) -> None:
-        """This member was in a view and is not in `view`, which is newer: it must stop its workers. Called once."""
+    def on_evicted(self, reason: str) -> None:
+        """The run has no more place for this member, which must stop its workers; why, as a sentence. Called once."""
         ...

@@ -54,10 +54,12 @@ def has_quorum(
 ) -> bool:
     """May `votes` decide the epoch after `view`?
 
-    After a view: a majority of its members that are not fenced; or exactly half of them (a tie) when all the others
-    are proven dead. Not fewer, even if the rest is proven dead: while this side was cut off, the rest may have gone on
-    with new members before it died. `Sizes.proof_suffices` takes that risk. Else two such sets always share a member:
-    two majorities do; and the other half of a tie is dead for ever.
+    After a view: a majority of its members; or exactly half of them (a tie) when all the others are proven dead. Not
+    fewer, even if the rest is proven dead: while this side was cut off, the rest may have gone on with new members
+    before it died. `Sizes.proof_suffices` takes that risk. Fenced members are left out of the count, and then all
+    others that are not proven dead must vote. So two such sets always share a member: two majorities do; the other
+    half of a tie is dead for ever; and all but the fenced ones have voted, so that one that comes back decides nothing
+    else, unless the fenced ones are enough without the others.
     """
     if view is None:
         names = {key.name for key in votes}
@@ -66,10 +68,10 @@ def has_quorum(
         return 2 * len(names) > needed + num_replaced or len(names) >= needed
     voters = view.keys - fenced
     counted = votes & voters
-    if 2 * len(counted) > len(voters):
+    if 2 * len(counted) > len(view.keys):
         return True
-    allowed = sizes.proof_suffices or 2 * len(counted) == len(voters)
-    return bool(counted) and allowed and voters - counted <= gone
+    enough = sizes.proof_suffices or 2 * len(counted) >= len(voters)
+    return bool(counted) and enough and voters - counted <= gone
 
 
 def quorum_text(view: View | None, num_votes: int, sizes: Sizes) -> str:
@@ -77,7 +79,8 @@ def quorum_text(view: View | None, num_votes: int, sizes: Sizes) -> str:
     size = sizes.max_size if view is None else len(view.members)
     return (
         f"{size // 2 + 1} of {size} votes are needed and {num_votes} came: waiting for members to answer. Members that "
-        "are merely silent may still be training, so nothing is decided without them; a spare node more is a vote more"
+        "are merely silent may still be training, so nothing is decided without them. If one is gone for certain, say "
+        "so with `p2prun assume-dead NAME` or let --fence find out; a spare node or a witness more is a vote more"
     )
 
 

@@ -24,6 +24,8 @@ from rendezvous.messages import (
     Beat,
     Decided,
     Ended,
+    Fence,
+    FenceAnswer,
     Gossip,
     IndirectAck,
     Join,
@@ -34,6 +36,7 @@ from rendezvous.messages import (
     Prepare,
     Promise,
     Reject,
+    Standing,
     StoreCall,
     StoreResult,
     Sync,
@@ -73,6 +76,14 @@ def _text(value: object) -> str:
     return text_from(value, "a text")
 
 
+def _name(value: object) -> str:
+    return text_from(value, "a member's name", MAX_NAME_CHARS)
+
+
+def _standing(value: object) -> Standing:
+    return Standing(count_from(value, "a standing"))
+
+
 def _table(value: object) -> dict[str, Any]:
     return table_from(value, "a table")
 
@@ -107,6 +118,8 @@ _MESSAGES: tuple[tuple[type[Any], tuple[Callable[[object], Any], ...]], ...] = (
     (AppMessage, (_text, _any)),
     (StoreCall, (_number, _number, _text, _list, seconds_from)),
     (StoreResult, (_number, flag_from, _any, _text, flag_from, flag_from)),
+    (Fence, (_name, _text, flag_from)),
+    (FenceAnswer, (_name, _standing, _text)),
 )
 _TAGS: dict[type[Any], int] = {kind: index + 1 for index, (kind, _) in enumerate(_MESSAGES)}
 

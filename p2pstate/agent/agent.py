@@ -196,10 +196,9 @@ class Agent:
             self._end_workers()
         self.node.call_later(VERDICT_LINGER_S, self.node.stop)
 
-    def on_evicted(self, view: View) -> None:
-        text = f"the job went on without this node (view {view.epoch}: {view.reason}); its workers were ended"
+    def on_evicted(self, reason: str) -> None:
         self._end_workers()
-        self.end(EXIT_REPLACE, text)
+        self.end(EXIT_REPLACE, f"{reason}; its workers were ended")
 
     # -- agent.supervisor.Listener
 

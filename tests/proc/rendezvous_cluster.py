@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,12 @@ def free_ports(count: int) -> list[int]:
 class Process:
     """One member process; `events` grows as `pump` reads."""
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, Any], prefix: Sequence[str] = ()) -> None:
         self.name = arguments["name"]
         self.events: list[dict[str, Any]] = []
         self._rest = b""
         self.popen = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("rendezvous_member.py")), json.dumps(arguments)],
+            [*prefix, sys.executable, str(Path(__file__).with_name("rendezvous_member.py")), json.dumps(arguments)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
@@ -64,8 +64,9 @@ class Cluster:
         self.defaults = {"run_id": "test", "preset": "local", "first_view_last_call_s": 20.0, **defaults}
         self.processes: list[Process] = []
 
-    def start(self, name: str, **arguments: Any) -> Process:
-        process = Process({**self.defaults, "name": name, **arguments})
+    def start(self, name: str, prefix: Sequence[str] = (), **arguments: Any) -> Process:
+        """`prefix`: words before the command, as Namespaces.prefix gives them."""
+        process = Process({**self.defaults, "name": name, **arguments}, prefix)
         self.processes.append(process)
         return process
 

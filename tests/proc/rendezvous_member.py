@@ -58,8 +58,8 @@ class Reporter:
         assert self.node is not None
         self.node.call_later(0.3, self.node.stop)
 
-    def on_evicted(self, view: View) -> None:
-        say("evicted", epoch=view.epoch)
+    def on_evicted(self, reason: str) -> None:
+        say("evicted", reason=reason)
 
     def on_command(self, command: list[Any]) -> None:
         node = self.node

@@ -99,8 +99,8 @@ class Recorder:
     def on_verdict(self, verdict: Verdict) -> None:
         self.note("verdict", verdict.code)
 
-    def on_evicted(self, view: View) -> None:
-        self.note("evicted", view.epoch)
+    def on_evicted(self, reason: str) -> None:
+        self.note("evicted", reason)
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ class Application:
     def on_member(self, change): pass
     def on_message(self, sender, kind, body): pass
     def on_verdict(self, verdict): pass
-    def on_evicted(self, view): pass
+    def on_evicted(self, reason): pass
 
 node = Node(Config.from_env({}, preset="local", run_id="store", name=f"n{rank}", bind=contacts[rank],
             contacts=contacts, num_nodes_min=3, num_nodes_max=3), Application())

@@ -16,9 +16,9 @@ import pytest
 
 from rendezvous import agreement, views
 from rendezvous.agreement import Agreement, Proposal
-from rendezvous.faults import Fault, deciding_schedule, random_schedule
-from rendezvous.membership import Record
-from rendezvous.messages import AcceptedVote, Promise, Reject
+from rendezvous.faults import Fault, deciding_schedule, fencing_schedule, random_schedule
+from rendezvous.membership import Membership, Record
+from rendezvous.messages import AcceptedVote, Promise, Reject, Status, Update
 from rendezvous.motives import Motives
 from rendezvous.testing import InvariantViolation, Simulation
 from rendezvous.types import Change, MemberKey, View
@@ -26,6 +26,7 @@ from rendezvous.views import Sizes
 
 NUM_SEEDS = 300
 NUM_DECIDING_SEEDS = 2080
+NUM_FENCING_SEEDS = 60
 NUM_DECIDING_NEEDED = 2000
 NUM_EVENTS_NEEDED = 2_000_000
 FAULTS_UNTIL_S = 4.0
@@ -118,6 +119,44 @@ def test_partitions_and_crashes_while_views_are_decided_keep_every_invariant() -
     assert {"evicted", *(f"member {change}" for change in changes)} <= set(coverage)
 
 
+def run_fencing_seed(seed: int) -> Simulation:
+    """Two to six members; some fall silent, are assumed dead, and come back."""
+    rng = random.Random(f"fencing {seed}")
+    names = [f"n{index}" for index in range(rng.choice((2, 2, 3, 3, 4, 5, 6)))]
+    witnesses = [names.pop()] if len(names) > 2 and rng.random() < 0.3 else []
+    schedule, silent = fencing_schedule(rng, names + witnesses, 4.5)
+    simulation = Simulation(
+        seed,
+        names,
+        schedule,
+        num_nodes_min=1,
+        num_nodes_max=rng.randint(1, len(names)),
+        witnesses=witnesses,
+        fencing_command=rng.random() < 0.3,
+    )
+    simulation.run_until(4.5)
+    simulation.calm()
+    simulation.run_until(8.0)
+    simulation.check_converged()
+    assert {key.name for key in simulation.vouched} <= silent
+    return simulation
+
+
+def test_members_assumed_dead_that_come_back_are_fenced() -> None:
+    runs = [run_fencing_seed(seed) for seed in range(NUM_FENCING_SEEDS)]
+    coverage = sum((run.coverage for run in runs), Counter[str]())
+    came_back = [run for run in runs if any(n.member.key in run.vouched and n.evicted for n in run.nodes.values())]
+    print(f"in {len(came_back)} of {len(runs)} runs a member came back that was assumed dead: {coverage}")
+    assert len(came_back) > NUM_FENCING_SEEDS / 4
+    assert {"assumed dead", "fencing command: gone", "fencing command: not gone"} <= set(coverage)
+
+
+@pytest.mark.slow
+def test_many_more_members_assumed_dead_are_fenced() -> None:
+    for seed in range(NUM_FENCING_SEEDS, NUM_FENCING_SEEDS + 5000):
+        run_fencing_seed(seed)
+
+
 @pytest.mark.soak
 def test_a_hundred_times_as_many_partitions_and_crashes_keep_every_invariant() -> None:
     first = NUM_DECIDING_SEEDS
@@ -172,6 +211,26 @@ def all_that_live(
     return whole or (view is not None and bool(votes & view.keys) and view.keys - votes <= gone)
 
 
+def majority_of_the_unfenced(
+    view: View | None,
+    votes: set[MemberKey],
+    gone: frozenset[MemberKey],
+    fenced: frozenset[MemberKey],
+    known: list[MemberKey],
+    sizes: Sizes,
+) -> bool:
+    """A tempting rule: fenced members are left out of the count, and a majority of the others suffices."""
+    whole = views.has_quorum(view, votes, gone, fenced, known, sizes)
+    return whole or (view is not None and 2 * len(votes & view.keys - fenced) > len(view.keys - fenced))
+
+
+def refuted_like_silence(update: Update, record: Record) -> bool:
+    """A fenced member that says that it lives is believed."""
+    if record.status is Status.FENCED:
+        return update.status <= Status.SUSPECT
+    return newer(update, record)
+
+
 def adopt_nothing(proposal: Proposal) -> None:
     del proposal
 
@@ -215,6 +274,7 @@ def turn_of_members(self: Motives) -> float:
 
 
 is_voter, on_answer, turn_s = Agreement.is_voter, Agreement._on_answer, Motives._turn_s
+newer = Membership._newer
 MUTATIONS: dict[str, list[tuple[object, str, object]]] = {
     "a single vote decides": [(agreement, "has_quorum", any_vote)],
     "half decides without proof": [(agreement, "has_quorum", any_tie)],
@@ -227,6 +287,11 @@ MUTATIONS: dict[str, list[tuple[object, str, object]]] = {
         (Agreement, "_on_answer", any_incarnation_answers),
         (Motives, "_turn_s", turn_of_members),
     ],
+    "a fence is forgotten": [
+        (Membership, "_newer", staticmethod(refuted_like_silence)),
+        (Record, "ended", property(lambda self: Status.LEFT <= self.status < Status.FENCED)),
+    ],
+    "a majority of those that are not fenced decides": [(agreement, "has_quorum", majority_of_the_unfenced)],
     "an epoch is used again": [(Agreement, "epoch", property(decided_epoch_again))],
 }
 
@@ -263,6 +328,24 @@ def run_two_of_three_acceptors_restarted() -> Simulation:
     return scripted(schedule, "abcde", 6.0, num_nodes_min=1)
 
 
+def run_assumed_dead_but_only_cut_off() -> Simulation:
+    """Of two nodes one is cut off; an operator takes it for dead; it comes back."""
+    schedule = [Fault(2.0, "cut", "b"), Fault(4.5, "assume_dead", "b"), Fault(5.5, "heal")]
+    return scripted(schedule, "ab", 8.0, num_nodes_min=1)
+
+
+def run_third_that_never_heard_of_the_fence() -> Simulation:
+    """d and e are assumed dead by a and b, while c is cut off, and then meets d and e again."""
+    schedule = [
+        Fault(2.0, "cut", "a,b"),
+        Fault(2.0, "cut", "c"),
+        *(Fault(3.9, "assume_dead", f"{name}|a") for name in "de"),
+        Fault(4.2, "heal"),
+        Fault(4.2, "cut", "a,b"),
+    ]
+    return scripted(schedule, "abcde", 8.0, num_nodes_min=1)
+
+
 def run_everything_that_finds_mistakes() -> None:
     """Scripted cases that a broken rule turns into a violation, then some random schedules."""
     scripted([Fault(2.0, "ambush_crash"), Fault(2.0, "propose", "b")], "abc", 6.0, num_nodes_min=1)
@@ -271,6 +354,8 @@ def run_everything_that_finds_mistakes() -> None:
     scripted([*restarted, *(Fault(2.1, "restart", name) for name in "bc")], "abc", 6.0, num_nodes_min=1)
     run_cut_off_while_the_others_go_on_and_die()
     run_two_of_three_acceptors_restarted()
+    run_assumed_dead_but_only_cut_off().check_converged()
+    run_third_that_never_heard_of_the_fence()
     for seed in range(40):
         run_seed(seed)
 
@@ -298,6 +383,26 @@ def test_restarted_acceptors_do_not_vote_for_their_predecessors() -> None:
     simulation = run_two_of_three_acceptors_restarted()
     assert list(simulation.decided) == [1, 2]
     assert simulation.nodes["d"].core.newest == simulation.decided[1]
+
+
+def test_node_assumed_dead_that_comes_back_has_no_part_in_what_follows() -> None:
+    simulation = run_assumed_dead_but_only_cut_off()
+    assert [m.name for m in simulation.decided[2].members] == ["a"]
+    assert "assumed dead: the schedule says so" in simulation.decided[2].reason
+    assert simulation.nodes["b"].evicted
+    assert simulation.nodes["b"].core.view == simulation.decided[1]
+    assert list(simulation.decided) == [1, 2]
+
+
+def test_fencing_command_breaks_a_tie_and_no_more() -> None:
+    """Proof of death is enough for two of four; one of three could miss what the other two began with others."""
+    crash = [Fault(2.0, "cut", "a,b|c,d"), Fault(2.0, "crash", "c"), Fault(2.0, "crash", "d")]
+    tie = scripted(crash, "abcd", 8.0, num_nodes_min=1, fencing_command=True)
+    assert {m.name for m in tie.decided[2].members} == {"a", "b"}
+    crash = [Fault(2.0, "cut", "a|b,c"), Fault(2.0, "crash", "b"), Fault(2.0, "crash", "c")]
+    less = scripted(crash, "abc", 8.0, num_nodes_min=1, fencing_command=True)
+    assert list(less.decided) == [1]
+    assert all(less.nodes["a"].core.membership.records[m.key].ended for m in less.decided[1].members if m.name != "a")
 
 
 def test_decision_lost_with_its_proposer_is_adopted_by_the_next_one() -> None:

@@ -21,6 +21,8 @@ from rendezvous.messages import (
     Beat,
     Decided,
     Ended,
+    Fence,
+    FenceAnswer,
     Gossip,
     IndirectAck,
     Join,
@@ -31,6 +33,7 @@ from rendezvous.messages import (
     Prepare,
     Promise,
     Reject,
+    Standing,
     Status,
     StoreCall,
     StoreResult,
@@ -73,6 +76,8 @@ MESSAGES: list[Message] = [
     AppMessage("hello", {"any": [1, 2.5, b"x", None, True]}),
     StoreCall(4, 3, "set", ["key", b"value"], 1.5),
     StoreResult(4, False, None, "late", False, True),
+    Fence("b", "the rack burnt down", True),
+    FenceAnswer("b", Standing.ASSUMED_DEAD, "b is assumed dead"),
 ]
 
 
@@ -93,7 +98,7 @@ def test_tags_are_those_of_the_released_protocol() -> None:
     """Append to this list; never change what is in it."""
     released = (
         "Join JoinRefused Sync Ping Ack PingRequest IndirectAck Gossip Prepare Promise Accept AcceptedVote Reject "
-        "Decided ViewWanted Wanted Ended AppMessage StoreCall StoreResult"
+        "Decided ViewWanted Wanted Ended AppMessage StoreCall StoreResult Fence FenceAnswer"
     )
     assert [kind.__name__ for kind, _ in wire._MESSAGES] == released.split()
 
@@ -169,7 +174,7 @@ def test_message_with_one_flipped_bit_is_a_message_or_a_wire_error(message: Mess
     [
         ({0: 2}, "protocol 2 instead of 1: all nodes must run the same version"),
         ({6: 0}, "not a message"),
-        ({6: 21}, "a tag"),
+        ({6: 23}, "a tag"),
         ({6: -1}, "a tag"),
         ({4: "localhost:1"}, "not a message"),
         ({4: "1.2.3.4:0"}, "port"),

@@ -1,0 +1,116 @@
+"""Options that several commands share: the run, the network.
+
+In: command-line arguments. Out: a rendezvous.config.Config that may be used, or ValueError with what is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+from rendezvous.config import PRESETS, Config
+from rendezvous.discovery import local_binds
+from rendezvous.keys import read_key_file
+from rendezvous.types import Role
+from rendezvous.zmq_transport import check_exposure
+
+__all__ = ["add_detection", "add_network", "add_run", "make_config", "operator_config", "read_labels"]
+
+
+def add_run(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """What every member of a run must be told alike."""
+    run = parser.add_argument_group("the run")
+    run.add_argument("--run-id", default=os.environ.get("P2PSTATE_RUN_ID", "default"), help="the same on every node")
+    run.add_argument("--nnodes", default="1", metavar="N or MIN:MAX", help="training nodes")
+    run.add_argument("--spares", type=int, default=0, metavar="N", help="spare nodes the first view waits for")
+    run.add_argument("--witnesses", type=int, default=0, metavar="N", help="witnesses the first view waits for")
+    return run
+
+
+def add_network(parser: argparse.ArgumentParser, bind: str | None = "127.0.0.1:0") -> None:
+    """How members find and reach each other; `bind` is what holds when the option is not given."""
+    net = parser.add_argument_group("the network")
+    net.add_argument("--contacts", default="", metavar="LIST", help="host:port,... of nodes to ask; any one suffices")
+    net.add_argument("--bind", default=bind, metavar="HOST:PORT", help="where this process listens")
+    net.add_argument("--advertise", metavar="HOST:PORT", help="how others reach this node, if not at --bind")
+    net.add_argument("--key-file", metavar="FILE", help="the run's secret (p2pstate keygen); needed off loopback")
+    net.add_argument("--insecure", action="store_true", help="listen off loopback without a key")
+
+
+def add_detection(parser: argparse.ArgumentParser) -> None:
+    """How the death of others is noticed."""
+    deaths = parser.add_argument_group("deaths of others")
+    deaths.add_argument("--preset", choices=sorted(PRESETS), default="default", help="timeouts")
+    deaths.add_argument(
+        "--fence", metavar="CMD", help="a command that tells whether a silent node is gone; called as CMD NAME ADDRESS"
+    )
+
+
+def make_config(
+    options: argparse.Namespace, role: Role, num_workers: int, labels: Mapping[str, str] | None = None
+) -> Config:
+    """Raises ValueError or OSError, saying what is wrong with which option and what to do."""
+    low, _, high = options.nnodes.partition(":")
+    if not (low.isdigit() and (high or low).isdigit()):
+        raise ValueError(f"--nnodes {options.nnodes}: give a number, or MIN:MAX")
+    if role is Role.NODE and int(low) != int(high or low):
+        raise ValueError(f"--nnodes {options.nnodes}: the number of training nodes is fixed so far, give one number")
+    contacts = _contacts(options)
+    if not contacts and (role is Role.WITNESS or int(high or low) + options.spares + options.witnesses > 1):
+        raise ValueError("--contacts is missing: list host:port of some nodes of this run (this one may be among them)")
+    config = Config.from_env(
+        run_id=options.run_id,
+        name=options.name,
+        bind=options.bind,
+        advertise=options.advertise,
+        contacts=contacts,
+        role=role,
+        num_workers=num_workers,
+        labels=labels,
+        num_nodes_min=int(low),
+        num_nodes_max=int(high or low),
+        num_spares_expected=options.spares,
+        num_witnesses_expected=options.witnesses,
+        preset=options.preset,
+        key=read_key_file(options.key_file) if options.key_file else None,
+        insecure=options.insecure,
+        fence=options.fence,
+    )
+    check_exposure(config)
+    return config
+
+
+def operator_config(options: argparse.Namespace) -> Config:
+    """For a command that is no member of the run. Raises as `make_config` does."""
+    contacts = _contacts(options)
+    if not contacts:
+        raise ValueError("--contacts is missing: list host:port of nodes that wait for this one")
+    config = Config.from_env(
+        run_id=options.run_id,
+        name=f"operator-{socket.gethostname()}-{os.getpid()}",
+        bind=options.bind or local_binds(contacts)[-1],
+        advertise=options.advertise,
+        contacts=contacts,
+        key=read_key_file(options.key_file) if options.key_file else None,
+        insecure=options.insecure,
+    )
+    check_exposure(config)
+    return config
+
+
+def _contacts(options: argparse.Namespace) -> tuple[str, ...]:
+    return tuple(part.strip() for part in options.contacts.split(",") if part.strip())
+
+
+def read_labels(given: Sequence[str]) -> dict[str, str] | None:
+    """None when no option was given: P2PSTATE_LABELS holds then."""
+    labels: dict[str, str] = {}
+    for text in given:
+        key, equals, value = text.partition("=")
+        if not key or not equals or not value:
+            raise ValueError(f"--label {text}: give it as KEY=VALUE, for example rack=r1")
+        if labels.setdefault(key, value) != value:
+            raise ValueError(f"--label {text}: this node has the label {key}={labels[key]} already")
+    return labels or None
