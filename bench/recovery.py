@@ -1,61 +1,156 @@
-"""How long recovery takes: the demo, repeated, and the medians of its failures.
+"""How long recovery takes, and what it costs: p2prun and torchrun with our backend beside torchrun with DCP.
 
-In: how often. Out: per kind of failure the median and the range of the seconds from the signal to the next committed
-step on all ranks, and the median of each phase; one JSON object at the end. Exit code 1 if any run was not identical.
+In: how many ranks, how large a model, how many kills of each kind. Out: per scenario (recovery_scenarios.py) the median
+and the worst of the seconds from the signal to the next committed step on all ranks that goes beyond the last one
+before it, steps lost, where the state came from, and the median of each phase; one JSON object as the last line. The
+scenarios take turns, so that all of them see the same machine. With --every N one more run, in which a worker is killed
+every N seconds: committed steps x undisturbed step time / wall clock, beside the bound that one lost step per failure
+gives. Exit code 1 if a scenario failed.
 """
 
 import argparse
 import json
+import random
+import shutil
+import signal
 import statistics
-import subprocess
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-DEMO = Path(__file__).resolve().parents[1] / "examples" / "demo.py"
-LIMIT_S = 600.0
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
+
+from recovery_scenarios import (  # noqa: E402
+    NUM_NODES,
+    SCENARIOS,
+    Incident,
+    Scenario,
+    ScenarioFailed,
+    Sizes,
+    load_average,
+    measure,
+    under_failures,
+)
+
+from namespaces import why_not  # noqa: E402
+
+QUICK = ("ours_cold", "ours_node", "torchrun_p2p", "torchrun_dcp")
+NUM_LAYERS = 8
+PARAMETERS_PER_LAYER_AND_SQUARE = 12  # of a transformer: 4 w^2 for attention, 8 w^2 for the MLP
 
 
-def one_run() -> dict[str, Any]:
-    """The demo's JSON object. Raises subprocess.TimeoutExpired."""
-    ended = subprocess.run([sys.executable, str(DEMO), "--json"], capture_output=True, text=True, timeout=LIMIT_S)
-    result: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    return result
+def sizes_of(args: argparse.Namespace) -> Sizes:
+    num_parameters = args.parameters or (300_000 if args.quick else 25_000_000)
+    width = max(32, round((num_parameters / (PARAMETERS_PER_LAYER_AND_SQUARE * NUM_LAYERS)) ** 0.5 / 8) * 8)
+    return Sizes(args.ranks, NUM_LAYERS, width, context=64, batch=2)
 
 
-def medians(failures: list[dict[str, Any]]) -> dict[str, Any]:
-    seconds = [failure["seconds"] for failure in failures]
-    names = list(dict.fromkeys(name for failure in failures for name in failure["phases"]))
+def summarise(incidents: Sequence[Incident]) -> dict[str, Any]:
+    names = list(dict.fromkeys(name for each in incidents for name in each.phases))
     return {
-        "runs": len(failures),
-        "source": sorted({failure["source"] for failure in failures}),
-        "seconds": statistics.median(seconds),
-        "seconds_range": [min(seconds), max(seconds)],
-        "steps_lost": max(failure["steps_lost"] for failure in failures),
-        "phases": {name: statistics.median(failure["phases"].get(name, 0.0) for failure in failures) for name in names},
+        "median_s": statistics.median(each.seconds for each in incidents),
+        "worst_s": max(each.seconds for each in incidents),
+        "best_s": min(each.seconds for each in incidents),
+        "kills": len(incidents),
+        "steps_lost": max(each.steps_lost for each in incidents),
+        "step_s": statistics.median(each.step_s for each in incidents),
+        "source": ", ".join(sorted({each.source for each in incidents})),
+        "phases": {name: statistics.median(each.phases.get(name, 0.0) for each in incidents) for name in names},
     }
 
 
-def main() -> int:
+def chosen(args: argparse.Namespace) -> list[Scenario]:
+    names = args.only or (QUICK if args.quick else [scenario.name for scenario in SCENARIOS])
+    refused = why_not()
+    if refused is not None and "ours_node_silent" in names:
+        print(f"left out: ours_node_silent: {refused}")
+        names = [name for name in names if name != "ours_node_silent"]
+    return [scenario for scenario in SCENARIOS if scenario.name in names]
+
+
+def ratio(result: dict[str, Any], name: str) -> float | None:
+    if name not in result or "torchrun_dcp" not in result:
+        return None
+    return float(result["torchrun_dcp"]["median_s"] / result[name]["median_s"])
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one kill each of the most important kinds, a small model")
+    parser.add_argument("--kills", type=int, help="of each kind (5; 1 with --quick)")
+    parser.add_argument("--ranks", type=int, default=4, help="on two nodes (4)")
+    parser.add_argument("--parameters", type=int, help="of the model (25 million; 300 thousand with --quick)")
+    parser.add_argument("--only", nargs="+", choices=[scenario.name for scenario in SCENARIOS], metavar="SCENARIO")
+    parser.add_argument("--every", type=float, metavar="S", help="also one run with a kill every S seconds")
+    parser.add_argument("--minutes", type=float, default=5.0, help="how long that run is (5)")
+    parser.add_argument("--seed", type=int, default=1, help="which ranks, and when")
     args = parser.parse_args()
-    runs = []
-    for number in range(1, args.runs + 1):
-        runs.append(one_run())
-        print(f"run {number}: identical: {'yes' if runs[-1]['identical'] else 'no'}", flush=True)
-    by_kind: dict[str, list[dict[str, Any]]] = {}
-    for run in runs:
-        for failure in run["failures"]:
-            if failure["seconds"] is not None:
-                by_kind.setdefault(failure["kind"], []).append(failure)
-    result = {kind: medians(failures) for kind, failures in by_kind.items()}
-    for kind, found in result.items():
-        low, high = found["seconds_range"]
-        print(f"{kind}: {found['seconds']:.2f} s ({low:.2f} to {high:.2f}), {found['steps_lost']} steps lost")
+    if args.ranks < NUM_NODES or args.ranks % NUM_NODES:
+        parser.error(f"--ranks {args.ranks}: an even number, for {NUM_NODES} nodes")
+    return args
+
+
+def main() -> int:
+    args = arguments()
+    sizes, rng = sizes_of(args), random.Random(args.seed)
+    incidents: dict[str, list[Incident]] = {}
+    failed: list[str] = []
+    folder = Path(tempfile.mkdtemp(prefix="p2pstate-recovery-"))
+    result: dict[str, Any] = {}
+    try:
+        scenarios = chosen(args)
+        for number in range(args.kills or (1 if args.quick else 5)):
+            for scenario in scenarios:
+                here = folder / f"{scenario.name}-{number}"
+                try:
+                    (found,) = measure(scenario, sizes, here, 1, rng)
+                except ScenarioFailed as error:
+                    failed.append(str(error))
+                    print(f"FAILED {error}", flush=True)
+                    continue
+                finally:
+                    shutil.rmtree(here, ignore_errors=True)
+                incidents.setdefault(scenario.name, []).append(found)
+                lost = f"{found.steps_lost} lost steps of {found.step_s:.2f} s"
+                print(f"{scenario.name:24} {found.seconds:6.2f} s, {lost}, state from {found.source}", flush=True)
+        result = {
+            scenario.name: summarise(incidents[scenario.name]) for scenario in scenarios if scenario.name in incidents
+        }
+        show(scenarios, result)
+        for key, name in (("speedup", "ours_cold"), ("speedup_buddy", "ours_buddy"), ("speedup_node", "ours_node")):
+            result[key] = ratio(result, name)
+        if args.every:
+            useful, bound, num_failures = under_failures(sizes, folder / "every", args.every, args.minutes * 60, rng)
+            result["under_failures"] = {"every_s": args.every, "useful": useful, "bound": bound, "kills": num_failures}
+            print(f"a kill every {args.every:g} s ({num_failures}): useful {useful:.1%}, bound {bound:.1%}")
+    except ScenarioFailed as error:
+        failed.append(str(error))
+        print(f"FAILED {error}", flush=True)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    result["ranks"], result["parameters"] = (
+        sizes.num_ranks,
+        NUM_LAYERS * PARAMETERS_PER_LAYER_AND_SQUARE * sizes.width**2,
+    )
+    result["load_average"] = load_average()
     print(json.dumps(result))
-    return 0 if all(run["identical"] for run in runs) else 1
+    return 1 if failed else 0
+
+
+def show(scenarios: Sequence[Scenario], result: dict[str, Any]) -> None:
+    print()
+    for scenario in scenarios:
+        found = result.get(scenario.name)
+        if found is None:
+            continue
+        span = f"{found['median_s']:6.2f} s (worst {found['worst_s']:.2f})"
+        print(f"{scenario.name:24} {span}, {found['steps_lost']} steps lost: {scenario.what}")
+        print(f"{'':24} " + ", ".join(f"{name} {seconds:.2f}" for name, seconds in found["phases"].items()))
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))  # so that the nodes are ended, too
     sys.exit(main())

@@ -122,18 +122,19 @@ class Cluster:
     def _start(self, address: str, contacts: Sequence[str]) -> str:
         index = len(self.nodes)
         name = f"node{index}"
-        command = [
-            *(self._namespaces.prefix(index) if self._namespaces is not None else ()),
-            *p2prun_command(),
-            *self._options,
-            *("--contacts", ",".join(contacts), "--bind", address, "--name", name),
-            *(("--label", f"rack={self._racks[index]}") if index < len(self._racks) else ()),
-            *self._script,
-        ]
+        prefix = self._namespaces.prefix(index) if self._namespaces is not None else []
+        command = [*prefix, *self._command(name, address, contacts), *self._script]
         with (self.folder / f"agent-{name}.log").open("wb") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environ)
         self.nodes[name] = Node(name, address, process)
         return name
+
+    def _command(self, name: str, address: str, contacts: Sequence[str]) -> list[str]:
+        """What starts the node, without the script. Others than p2prun override it."""
+        index = len(self.nodes)
+        label = ["--label", f"rack={self._racks[index]}"] if index < len(self._racks) else []
+        where = ["--contacts", ",".join(contacts), "--bind", address, "--name", name]
+        return [*p2prun_command(), *self._options, *where, *label]
 
     def __enter__(self) -> "Cluster":
         return self

@@ -22,6 +22,7 @@ class Failure:
     last_step: int  # the newest that any rank had committed
     recoveries: dict[int, Event] = field(default_factory=dict)  # by rank
     beyond: dict[int, float] = field(default_factory=dict)  # rank -> when it first committed a step past last_step
+    detected: float | None = None  # when somebody told of it first
     said: set[str] = field(default_factory=set)  # what was told once already
 
     @property
@@ -64,6 +65,7 @@ class Timeline:
         self.num_ranks = num_ranks
         self.pids: dict[int, int] = {}
         self.nodes: dict[int, str] = {}  # rank -> node
+        self.spares: list[str] = []  # nodes of the newest view
         self.steps: dict[int, int] = {}  # rank -> newest committed step
         self.finished: set[int] = set()
         self.failures: list[Failure] = []
@@ -114,6 +116,7 @@ class Timeline:
         return ["", f"{self._clock(event['t'])}  KILL {len(self.failures)}: {event['what']}, after step {last_step}"]
 
     def _on_view(self, event: Event) -> list[str]:
+        self.spares = list(event["spares"])
         text = f"view {event['epoch']}: {', '.join(event['places'])} train"
         if event["spares"]:
             text += f", {', '.join(event['spares'])} spare"
@@ -133,11 +136,17 @@ class Timeline:
     def _on_worker_exited(self, event: Event) -> list[str]:
         if not self.recovering:
             return []
+        self._detected(event)
         return self._tell(event, f"detected   {event['node']}: process {event['pid']} ended ({event['cause']})")
 
     def _on_member_dead(self, event: Event) -> list[str]:
+        self._detected(event)
         proof = "proof" if event.get("proof") else "suspicion"
         return self._tell(event, f"detected   {event['member']} is dead: {event['reason']} ({proof})", "dead")
+
+    def _detected(self, event: Event) -> None:
+        if self.recovering and self.failures[-1].detected is None:
+            self.failures[-1].detected = float(event["t"])
 
     def _on_abort(self, event: Event) -> list[str]:
         return self._tell(event, "aborted    blocked collectives are freed, the step is discarded", "abort")

@@ -1,0 +1,242 @@
+"""The faults that bench/recovery.py measures: how each run is started, what is killed, what was seen.
+
+In: a scenario, the sizes, a folder. Out: one :class:`Incident` per kill. Runs of p2prun, of torchrun with our backend
+and of torchrun with DCP write events of the same form, so one timeline (examples/timeline.py) measures all of them.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from cluster import Cluster
+from timeline import Failure, Timeline
+
+HERE = Path(__file__).resolve().parent
+EXAMPLES = HERE.parent / "examples"
+NUM_NODES = 2
+POLL_S = 0.01
+SILENCE_S = 180.0  # a run in which nothing happens for so long has failed
+STEPS_BEFORE_KILL = 6
+BODY_BYTES = 4096  # where a slot's bytes begin (p2pstate/slots.py)
+NUM_FLIPPED_BYTES = 16
+
+
+class ScenarioFailed(Exception):
+    """A run did not survive; the message says what was seen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    num_ranks: int
+    num_layers: int
+    width: int
+    context: int
+    batch: int
+
+    @property
+    def num_workers(self) -> int:
+        return self.num_ranks // NUM_NODES
+
+    def arguments(self) -> list[str]:
+        named = {"num-layers": self.num_layers, "width": self.width, "context": self.context, "batch": self.batch}
+        return [word for name, value in named.items() for word in (f"--{name}", str(value))]
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """``launcher``: p2prun, torchrun (with our backend), dcp (torchrun's c10d and DCP) or dcp-preloaded. ``victim``:
+    worker, buddy (a worker whose own node's copy is damaged as well), node, or silent (a node without a network)."""
+
+    name: str
+    launcher: str
+    victim: str
+    what: str
+
+    @property
+    def num_spares(self) -> int:
+        return 1 if self.victim in ("node", "silent") else 0
+
+
+SCENARIOS = (
+    Scenario("ours_cold", "p2prun", "worker", "a worker; a spare process waits before the script"),
+    Scenario("ours_buddy", "p2prun", "buddy", "the same, the copy on the own node damaged: the buddy serves"),
+    Scenario("ours_node", "p2prun", "node", "a node; a spare node waits"),
+    Scenario("ours_node_silent", "p2prun", "silent", "a node without a word: its network is cut first"),
+    Scenario("torchrun_p2p", "torchrun", "worker", "a worker; torchrun with backend p2p, state from memory"),
+    Scenario("torchrun_dcp", "dcp", "worker", "a worker; torchrun with c10d and dcp.async_save every 10 steps"),
+    Scenario("torchrun_dcp_preloaded", "dcp-preloaded", "worker", "the same, workers forked with torch imported"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Incident:
+    """``seconds``: from the signal to a step beyond the last one before it, committed on all ranks."""
+
+    seconds: float
+    steps_lost: int
+    source: str
+    phases: Mapping[str, float]
+    step_s: float  # the median of undisturbed steps of the same run
+
+
+class TorchrunCluster(Cluster):
+    """The same interface, with stock torchruns in place of p2prun."""
+
+    def __init__(self, folder: Path, script: Sequence[str], scenario: Scenario, sizes: Sizes) -> None:
+        self._scenario = scenario
+        self._sizes = sizes
+        self._endpoint = ""
+        environ = {"OMP_NUM_THREADS": "1", "P2PSTATE_RUN_DIR": str(folder), "P2PSTATE_PRESET": "local"}
+        if scenario.launcher != "torchrun":
+            environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or a restart finds the addresses of the dead
+        super().__init__(folder, script, num_training=NUM_NODES, num_spares=0, num_workers=1, environ=environ)
+
+    def _command(self, name: str, address: str, contacts: Sequence[str]) -> list[str]:
+        launcher = self._scenario.launcher
+        endpoint = ",".join(contacts) if launcher == "torchrun" else contacts[0]
+        options = ["--nnodes", str(NUM_NODES), "--nproc-per-node", str(self._sizes.num_workers)]
+        options += ["--max-restarts", "1000", "--monitor-interval", "0.1", "--rdzv-id", self.folder.name]
+        options += ["--rdzv-endpoint", endpoint, "--rdzv-backend", "p2p" if launcher == "torchrun" else "c10d"]
+        if launcher == "torchrun":
+            options += ["--rdzv-conf", f"name={name},bind={address},last_call_timeout=0.5"]
+        program = (
+            [str(HERE / "recovery_elastic.py")] if launcher == "dcp-preloaded" else ["-m", "torch.distributed.run"]
+        )
+        return [sys.executable, *program, *options]
+
+
+def start(scenario: Scenario, sizes: Sizes, folder: Path, seed: int) -> Cluster:
+    out = folder / "out"
+    out.mkdir(parents=True)
+    common = ["--steps", "1000000", "--seed", str(seed), "--out", str(out), *sizes.arguments()]
+    if scenario.launcher in ("dcp", "dcp-preloaded"):
+        script = [str(HERE / "recovery_dcp.py"), *common, "--events", str(folder / "run")]
+        return TorchrunCluster(folder / "run", script, scenario, sizes)
+    script = [str(EXAMPLES / "train_gpt.py"), *common]
+    if scenario.launcher == "torchrun":
+        return TorchrunCluster(folder / "run", script, scenario, sizes)
+    return Cluster(
+        folder / "run",
+        script,
+        num_training=NUM_NODES,
+        num_spares=scenario.num_spares,
+        num_workers=sizes.num_workers,
+        environ={"OMP_NUM_THREADS": "1"},
+        namespaces=scenario.victim == "silent",
+    )
+
+
+def measure(scenario: Scenario, sizes: Sizes, folder: Path, num_kills: int, rng: random.Random) -> list[Incident]:
+    """One run with so many kills, one after the other. Raises ScenarioFailed."""
+    timeline = Timeline(sizes.num_ranks)
+    times: list[float] = []  # of undisturbed steps
+    with start(scenario, sizes, folder, seed=rng.randrange(1 << 16)) as cluster:
+        heard = time.monotonic()
+        due = STEPS_BEFORE_KILL
+        at: float | None = None
+        while len(timeline.failures) < num_kills or timeline.recovering:
+            events = cluster.events.new()
+            if not timeline.recovering:
+                times += [event["seconds"] for event in events if event["event"] == "step"]
+            timeline.add(events)
+            now = time.monotonic()
+            heard = now if events else heard
+            if now - heard > SILENCE_S or not cluster.running():
+                raise ScenarioFailed(f"{scenario.name}: nothing more is heard\n{cluster.log_tails()}")
+            ready = not scenario.num_spares or timeline.spares
+            if at is None and timeline.step >= due and not timeline.recovering and ready:
+                at = now + rng.random() * (times[-1] if times else 0.0)
+            if at is not None and now >= at:
+                kill(scenario, cluster, timeline, rng)
+                due, at = timeline.step + STEPS_BEFORE_KILL, None
+                if scenario.victim == "node" and len(timeline.failures) < num_kills:
+                    cluster.add_node()
+            time.sleep(POLL_S)
+    typical_s = sorted(times)[len(times) // 2]
+    return [incident(failure, typical_s) for failure in timeline.failures]
+
+
+def kill(scenario: Scenario, cluster: Cluster, timeline: Timeline, rng: random.Random) -> None:
+    """What the scenario kills, and the timeline's word of it."""
+    if scenario.num_spares:
+        node = rng.choice(sorted(set(timeline.nodes.values())))
+        victims = timeline.ranks_on(node)
+        killed_at = cluster.kill_node(node, silent=scenario.victim == "silent")
+        what = node
+    else:
+        rank = rng.choice(sorted(timeline.pids))
+        victims, what = {rank}, f"rank {rank}"
+        killed_at = cluster.kill_process(timeline.pids[rank])
+        if scenario.victim == "buddy":
+            damage_own_copies(cluster.nodes[timeline.nodes[rank]].process.pid, rank)
+    event = {"event": "injected", "kind": scenario.victim, "what": what, "t": killed_at, "victims": sorted(victims)}
+    timeline.add([event])
+
+
+def damage_own_copies(agent_pid: int, rank: int) -> None:
+    """Change bytes of a shard in its own node's vault, through the agent's descriptors: digests fail now."""
+    damaged: set[int] = set()
+    for entry in Path("/proc", str(agent_pid), "fd").iterdir():
+        if not (entry.is_symlink() and os.readlink(entry).startswith(f"/memfd:p2pstate-own{rank}-")):
+            continue
+        fd = os.open(entry, os.O_RDWR)
+        try:
+            if os.fstat(fd).st_ino not in damaged:  # a slot has several descriptors
+                damaged.add(os.fstat(fd).st_ino)
+                raw = os.pread(fd, NUM_FLIPPED_BYTES, BODY_BYTES)
+                os.pwrite(fd, bytes(byte ^ 0xFF for byte in raw), BODY_BYTES)
+        finally:
+            os.close(fd)
+
+
+def incident(failure: Failure, step_s: float) -> Incident:
+    assert failure.seconds is not None
+    phases = dict(failure.phases)
+    if failure.detected is not None:
+        phases = {"detect": failure.detected - failure.t, **phases}
+    return Incident(failure.seconds, failure.steps_lost, failure.source, phases, step_s)
+
+
+def under_failures(
+    sizes: Sizes, folder: Path, every_s: float, for_s: float, rng: random.Random
+) -> tuple[float, float, int]:
+    """A worker is killed every so often. Returns (useful share of the wall clock, the bound that one lost step per
+    failure gives, failures)."""
+    scenario = SCENARIOS[0]
+    timeline, times = Timeline(sizes.num_ranks), list[float]()
+    with start(scenario, sizes, folder, seed=rng.randrange(1 << 16)) as cluster:
+        heard = time.monotonic()
+        began: float | None = None
+        first_step = 0
+        next_kill = 0.0
+        while began is None or time.monotonic() < began + for_s:
+            events = cluster.events.new()
+            if not timeline.recovering:
+                times += [event["seconds"] for event in events if event["event"] == "step"]
+            timeline.add(events)
+            now = time.monotonic()
+            heard = now if events else heard
+            if now - heard > SILENCE_S or not cluster.running():
+                raise ScenarioFailed(f"under failures: nothing more is heard\n{cluster.log_tails()}")
+            if began is None and timeline.step >= STEPS_BEFORE_KILL:
+                began, first_step, next_kill = now, timeline.step, now + every_s / 2
+            if began is not None and now >= next_kill and not timeline.recovering:
+                kill(scenario, cluster, timeline, rng)
+                next_kill += every_s
+            time.sleep(POLL_S)
+        wall_s = time.monotonic() - began
+    step_s = sorted(times)[len(times) // 2]
+    num_failures = len(timeline.failures)
+    return (timeline.step - first_step) * step_s / wall_s, 1 - num_failures * step_s / wall_s, num_failures
+
+
+def load_average() -> float:
+    return psutil.getloadavg()[0]
