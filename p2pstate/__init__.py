@@ -11,6 +11,7 @@ Layout, from the top down (a file imports only what stands above it):
     plan_recovery.py        pure: inventories -> what everybody resumes
     redundancy.py           pure: who writes what all ranks hold alike
     stats.py                what protection costs
+    trace.py                what a worker is doing, for its agent to read
     slots.py                the memory of one part of one version
     vault.py                all slots of a node
     state/errors.py         state/: live objects <-> named leaves <-> bytes
@@ -60,6 +61,9 @@ Layout, from the top down (a file imports only what stands above it):
     agent/events.py         what happened, as JSON lines
     agent/template.py       the process workers are forked from
     agent/supervisor.py     the node's workers
+    agent/vitals.py         what the kernel says of a process
+    agent/hang.py           pure: who is at fault when a job stands still
+    agent/watchdog.py       finding and ending hung workers
     agent/job.py            what a node's workers run
     agent/budget.py         pure: how often a run may fail
     agent/rounds.py         pure: how a round begins

@@ -191,6 +191,14 @@ def _parser() -> argparse.ArgumentParser:
         "--join-timeout", type=float, default=600.0, metavar="S", help="wait for the first view this long"
     )
     node.add_argument("--spare-wait", type=float, default=600.0, metavar="S", help="wait for a missing node this long")
+    node.add_argument(
+        "--hang-floor",
+        type=float,
+        default=3.0,
+        metavar="S",
+        help="a worker others wait for is replaced when nothing has happened in it for so long, and for ten times what "
+        "its steps take; 0: never",
+    )
     node.add_argument("--quiet", action="store_true", help="workers' output and events go to --run-dir only")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
     parser.add_argument("script", help="the training script")
@@ -202,6 +210,8 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
     """Raises ValueError or OSError, saying what is wrong with which option and what to do."""
     if options.nproc_per_node < 1:
         raise ValueError(f"--nproc-per-node {options.nproc_per_node}: at least one worker is needed")
+    if not 0 <= options.hang_floor < float("inf"):
+        raise ValueError(f"--hang-floor {options.hang_floor:g}: give seconds, or 0 to leave hung workers alone")
     if not options.module and not os.path.isfile(options.script):
         raise ValueError(f"there is no script {options.script!r} here ({os.getcwd()}); -m runs a module")
     config = make_config(options, Role.NODE, options.nproc_per_node, read_labels(options.label))
@@ -217,6 +227,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         give_up_s=options.give_up_after,
         join_timeout_s=options.join_timeout,
         spare_wait_s=options.spare_wait,
+        hang_floor_s=options.hang_floor,
     )
     return config, job
 

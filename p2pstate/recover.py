@@ -30,6 +30,7 @@ from p2pstate.groups.waiting import call, wait_collective
 from p2pstate.plan_recovery import Fetch, Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
 from p2pstate.slots import Slot, digest_of
 from p2pstate.state import TrainingState
+from p2pstate.trace import Row
 from p2pstate.types import RoundInfo, SlotRecord, Version
 from p2pstate.worker.link import Link
 
@@ -86,10 +87,12 @@ def join(
     state: TrainingState,
     report: RankReport,
     phases: Phases,
+    row: Row,
     join_timeout_s: float,
     connected: bool,
 ) -> Joined:
-    """Bring this process into ``info``; ``connected``: its groups have this round's connections already.
+    """Bring this process into ``info``; ``connected``: its groups have this round's connections already; ``row`` shows
+    the agent what all ranks do together.
 
     Raises MustStartOver when no version can be resumed in place, LostError when there is none any more; Retryable,
     DistStoreError or RuntimeError when the round ends or a member fails meanwhile: join the next round then.
@@ -100,15 +103,17 @@ def join(
     def is_over() -> bool:
         return link.is_aborted(info.epoch)
 
-    with phases.phase("spare"):
+    row.begin(info.epoch)
+    with phases.phase("spare"), row.inside("meet"):
         reports = _meet(store, info, report, join_timeout_s)
-    with phases.phase("groups"):
+    with phases.phase("groups"), row.inside("connect"):
         if not connected:
             registry.attach(call(lambda: registry.build(info.epoch), is_over, "connecting"))
     slots = _LocalSlots(link)
-    plan = _agree(store, info, link, report.rank, reports, slots, phases)
+    with row.inside("plan"):
+        plan = _agree(store, info, link, report.rank, reports, slots, phases)
     mine = plan.of(report.rank)
-    with phases.phase("pull"):
+    with phases.phase("pull"), row.inside("pull"):
         images = call(lambda: _move(plan, report.rank, slots, registry), is_over, "pulling")
     with phases.phase("restore"):
         tensors: dict[str, torch.Tensor] = {}
@@ -118,7 +123,8 @@ def join(
             tensors.update(found)
             values = values or plain
         state.restore(tensors, values)
-        _all_done(registry, is_over)
+        with row.inside("confirm"):
+            _all_done(registry, is_over)
     source = "own vault" if report.newcomer else "survivor"
     if any(fetch.sender is not None for fetch in mine):
         source = "buddy" if any(f.sender is not None and f.part.kind == "own" for f in mine) else "replicas"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from p2pstate.block import StepBlock
 from p2pstate.errors import ConfigError
 from p2pstate.feed import LoopPosition
 from p2pstate.groups.group import P2PGroup
+from p2pstate.groups.status import STATUS
 from p2pstate.protection import Protection
 from p2pstate.state import TrainingState
 from p2pstate.stats import ProtectionStats
@@ -114,6 +116,15 @@ class Replicator:
         """
         frame = sys._getframe(1)
         return self._loop.block(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+
+    @staticmethod
+    def expect(what: str, seconds: float) -> AbstractContextManager[None]:
+        """``with state.expect("evaluation", 600):`` announces that the block may take so many seconds: this rank is not
+        hung before. Needed where others wait for a rank that is busy for much longer than its steps take. Inside
+        another such block the earlier end counts. Afterwards ``--hang-floor`` decides."""
+        if seconds <= 0:
+            raise ValueError(f"expect({what!r}, {seconds}): give the seconds that the block may take")
+        return STATUS.trace.expect(what, seconds)
 
     @property
     def rehearsing(self) -> bool:

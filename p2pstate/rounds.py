@@ -17,6 +17,7 @@ from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
 from p2pstate.recover import ROUND_FAILED, Joined, LostError, MustStartOver, Phases, join
 from p2pstate.state import TrainingState
+from p2pstate.trace import JOIN
 from p2pstate.types import RoundInfo, Start
 from p2pstate.worker.context import WorkerContext
 from p2pstate.worker.link import RoundAborted
@@ -40,6 +41,7 @@ class Rounds:
     def connect(self) -> None:
         """The first round, with everybody else: connect the groups for votes and shipping."""
         self.epoch = STATUS.epoch
+        STATUS.trace.enter_round(self.epoch)
         try:
             REGISTRY.attach(REGISTRY.build(self.epoch, own_only=True))
         except ROUND_FAILED as error:
@@ -48,12 +50,14 @@ class Rounds:
     def recover(self, report: RankReport, failed_step: int) -> Joined:
         """Join the next round that can be joined, whatever it takes; returns with the state of its version."""
         phases = Phases()
+        STATUS.trace.leave_round()
         error_at = STATUS.error_at
         if error_at is not None:
             phases.seconds["abort"] = time.monotonic() - error_at
             self._link.send("event", kind="discarded", step=failed_step, error=str(STATUS.error)[:300])
         joined = self._join_some_round(report, phases)
         STATUS.connect(self.epoch)
+        STATUS.trace.enter_round(self.epoch)
         if self._link.is_aborted(self.epoch):
             STATUS.fail(RoundAborted(self._link.abort_reason), self.epoch)
         self._link.send(
@@ -96,7 +100,8 @@ class Rounds:
         link, context = self._link, self._context
         context.joining = True
         try:
-            joined = join(info, link, REGISTRY, self._state, report, phases, self._recovery_timeout_s, connected)
+            row = STATUS.trace.row(JOIN)
+            joined = join(info, link, REGISTRY, self._state, report, phases, row, self._recovery_timeout_s, connected)
         except MustStartOver as error:
             link.send("start_over", epoch=info.epoch, start=error.decision.start, reason=error.decision.reason)
         except LostError as error:

@@ -36,6 +36,7 @@ from p2pstate.protection import Protection
 from p2pstate.rounds import Rounds
 from p2pstate.state import TrainingState
 from p2pstate.stepping import Stepping
+from p2pstate.trace import Doing
 from p2pstate.worker.context import WorkerContext
 
 __all__ = ["Loop"]
@@ -133,6 +134,7 @@ class Loop:
                 if self._is_over(steps):
                     done = self._finish()
                     continue
+                STATUS.trace.do(Doing.FETCHING)
                 if not self._must_join:
                     self.protection.capture_if_due(self._rounds.epoch, self.step)
                 try:
@@ -172,11 +174,13 @@ class Loop:
         self._where = block.where
         self._turn_open = False
         self._block_began = time.monotonic()
+        STATUS.trace.do(Doing.STEPPING)
         self._stepping.begin(block, rehearsing=self._must_join)
 
     def leave(self, block: StepBlock, error: BaseException | None) -> bool:
         """The end of a block. True swallows ``error``: the step was discarded."""
         self._in_block = False
+        STATUS.trace.do(Doing.BETWEEN)
         self._stepping.end()
         if error is not None:
             if isinstance(error, StepDiscarded):
@@ -204,6 +208,7 @@ class Loop:
         block.committed = True
         block.again = block.number <= self._newest_yielded
         self.step = block.number
+        STATUS.trace.commit(self.step)
         self._num_warm_steps += 1
         seconds = time.monotonic() - self._block_began
         known_s = self._stepping.step_s
@@ -246,6 +251,7 @@ class Loop:
         """All ranks have committed the last step: protect it, agree, and leave. False: a fault came first."""
         if STATUS.error is not None:
             return False
+        STATUS.trace.do(Doing.ENDING)
         self.protection.capture_if_due(self._rounds.epoch, self.step)
         self.protection.drain(self._recovery_timeout_s)
         if self._stepping.ballot(END_OF_LOOP + self.step, boundary=False, timeout_s=timeout_s) is None:

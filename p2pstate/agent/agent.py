@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from p2pstate.agent.budget import Budget
@@ -26,6 +27,7 @@ from p2pstate.agent.requests import Requests
 from p2pstate.agent.rounds import assignment, decide_start, progress_of, ranks_of, round_info
 from p2pstate.agent.sentences import Sentences
 from p2pstate.agent.supervisor import Failure, Phase, Supervisor, WorkerProcess, describe_status
+from p2pstate.agent.watchdog import Watchdog
 from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY, EXIT_STATE_LOST
 from p2pstate.placement import weaknesses
 from p2pstate.types import RoundInfo, Start
@@ -57,6 +59,14 @@ class Agent:
         self._supervisor = Supervisor(
             self.node, self, self._writer, name=config.name, run_dir=job.run_dir, quiet=job.quiet
         )
+        self._watchdog = Watchdog(
+            self.node,
+            self._supervisor,
+            floor_s=job.hang_floor_s,
+            on_hung=self._on_hung,
+            on_stuck=self._want_round,
+            on_slow=self._on_slow,
+        )
         self._view: View | None = None
         self._info: RoundInfo | None = None
         self._place: int | None = None
@@ -83,6 +93,7 @@ class Agent:
             self._supervisor.start()
             self._supervisor.keep_spares(self._job.num_workers + 1)
             self._listen_for_progress()
+            self._watchdog.start()
             self.node.run()
         finally:
             self._supervisor.close()
@@ -186,6 +197,9 @@ class Agent:
             self._abort(int(body[0]), str(body[1]), tell_others=False)
         elif kind == "done" and isinstance(body, list) and len(body) == 2:
             self._place_done(int(body[0]), int(body[1]))
+        elif kind in ("hang_ask", "hang_answer", "hung"):
+            with suppress(ValueError):  # of another version of this program
+                self._watchdog.receive(sender, kind, body)
 
     def on_verdict(self, verdict: Verdict) -> None:
         if self.verdict is not None:
@@ -219,7 +233,7 @@ class Agent:
             self._supervisor.kill(worker)
 
     def on_worker_ended(self, worker: WorkerProcess, status: int) -> None:
-        cause = describe_status(status)
+        cause = f"it hung: {worker.hung}" if worker.hung else describe_status(status)
         if worker.rank is None:
             self._spare_ended(worker, cause)
             return
@@ -244,6 +258,15 @@ class Agent:
 
     def on_fork_failed(self, reason: str) -> None:
         self.events.emit("fork_failed", f"no new worker can be started at the moment: {reason}", reason=reason)
+
+    # -- what the watchdog finds
+
+    def _on_hung(self, worker: WorkerProcess, reason: str) -> None:
+        sentence = f"rank {worker.rank} (pid {worker.pid}) hangs and is replaced: {reason}"
+        self.events.emit("hang", sentence, rank=worker.rank, pid=worker.pid, reason=reason)
+
+    def _on_slow(self, rank: int, reason: str) -> None:
+        self.events.emit("straggler", f"rank {rank} is slow: {reason}", rank=rank, reason=reason)
 
     # -- what workers say (see worker/link.py and steps.py)
 
@@ -309,6 +332,7 @@ class Agent:
         if previous is not None:
             self._abort(previous.epoch, view.reason, tell_others=False)
         self._some_finished = False
+        self._watchdog.begin(view.round, [m.key for m in view.places], self._place, self._info.world_size)
         if start != Start.IN_PLACE:
             self._loop_reached = False
         first = previous is None or self._place is None
@@ -363,6 +387,7 @@ class Agent:
         if self._info is None or round_ != self._info.epoch or self._round_is_over():
             return
         self._aborted_round = round_
+        self._watchdog.over(round_)
         self.events.emit("abort", f"round {round_} is over: {reason}", round=round_, reason=reason)
         if tell_others:
             self.node.broadcast("abort", [round_, reason])

@@ -23,3 +23,4 @@ class Job:
     give_up_s: float
     join_timeout_s: float
     spare_wait_s: float
+    hang_floor_s: float  # 0: nobody looks for hung workers

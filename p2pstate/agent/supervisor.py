@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from p2pstate.agent.output import Writer
+from p2pstate.trace import map_page, new_page
 from rendezvous.channel import Channel, ChannelClosed, Message
 from rendezvous.node import Node
 
@@ -62,6 +63,8 @@ class WorkerProcess:
     local_rank: int | None = None
     epoch: int = 0  # the newest round it was told
     failure: Failure | None = None
+    page: memoryview | None = None  # what it does (see trace.py); None without a rank
+    hung: str = ""  # why it is being ended
     ended: bool = False
     outputs: dict[int, bytearray] = field(default_factory=dict)
     log: int | None = None
@@ -153,15 +156,35 @@ class Supervisor:
     def assign(self, worker: WorkerProcess, message: Message, rank: int, local_rank: int, phase: Phase) -> None:
         worker.rank, worker.local_rank, worker.phase = rank, local_rank, phase
         self._open_log(worker)
-        self.tell(worker, message)
+        try:
+            page = new_page()
+        except OSError:  # out of descriptors: nobody will notice if this one hangs
+            self.tell(worker, message)
+        else:
+            worker.page = map_page(page)
+            self.tell(worker, message, (page,))
+            os.close(page)
         self._fork_missing()
+
+    def note(self, worker: WorkerProcess, text: str) -> None:
+        """Write something about a worker where its own output goes."""
+        if worker.log is not None:
+            self._writer.put(worker.log, text.encode())
+        self._show(worker, text.encode())
 
     def kill(self, worker: WorkerProcess) -> None:
         """SIGKILL; the template reaps it and ends the rest of its session."""
+        self._tell_template({"t": "kill", "pid": worker.pid})
+
+    def signal(self, worker: WorkerProcess, number: int) -> None:
+        """Send a signal to the worker alone."""
+        self._tell_template({"t": "signal", "pid": worker.pid, "number": number})
+
+    def _tell_template(self, message: Message) -> None:
+        """About one of its children. It reaps them itself, so the pid cannot have been given to another process."""
         if self._template is not None:
-            # The template reaps its children itself, so the pid cannot have been given to another process.
             with contextlib.suppress(ChannelClosed):
-                self._template.send({"t": "kill", "pid": worker.pid})
+                self._template.send(message)
                 self._flush_later(self._template)
 
     def close(self) -> None:

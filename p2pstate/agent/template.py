@@ -111,6 +111,8 @@ class Template:
             self._channel.send({"t": "spawned", "id": message["id"], "pid": pid})
         elif message["t"] == "kill" and message["pid"] in self._children:
             kill_session(message["pid"])
+        elif message["t"] == "signal" and message["pid"] in self._children:
+            os.kill(message["pid"], message["number"])  # its child until it is reaped, which happens in this loop
 
     def _become_worker(self, parent: int, message: dict[str, Any], fds: list[int], own_fds: list[int]) -> None:
         code = 1

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import ReduceOp
 
-from p2pstate.groups.registry import Registry
+from p2pstate.groups.registry import GATE, Registry
 from p2pstate.groups.status import Status
 from p2pstate.groups.waiting import wait_collective
 
@@ -42,10 +42,16 @@ def vote(registry: Registry, status: Status, ballot: Ballot, timeout_s: float | 
     if status.error is not None or gate is None:
         return None
     tensor = torch.tensor(astuple(ballot), dtype=torch.int64)
+
+    def is_over() -> bool:
+        status.trace.poll()
+        return status.error is not None
+
     try:
-        work = gate.group.allreduce([tensor], ReduceOp.MIN)
-        timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-        wait_collective(work, lambda: status.error is not None, timeout)
+        with status.trace.row(GATE).inside("vote"):
+            work = gate.group.allreduce([tensor], ReduceOp.MIN)
+            timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+            wait_collective(work, is_over, timeout)
     except Exception as error:
         status.fail(error, gate.epoch)
         return None

@@ -9,6 +9,7 @@ whoever holds this object. The methods are those that ``dir(ProcessGroup)`` list
 
 from __future__ import annotations
 
+import hashlib
 import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,6 +22,7 @@ from p2pstate.groups import echo
 from p2pstate.groups.inner import Inner
 from p2pstate.groups.status import Status
 from p2pstate.groups.works import EchoWork, GuardedWork
+from p2pstate.trace import Row
 
 __all__ = ["P2PGroup"]
 
@@ -56,32 +58,61 @@ class P2PGroup(ProcessGroup):
         self._group_name: str | None = None
         self._group_desc = ""
         self._sequence = 0
+        # What the agent sees of this group: one row, and one more for each direction between two ranks
+        self._row = status.trace.row(key)
+        self._rows = {key: self._row}
 
     # -- the swap
 
     def attach(self, inner: Inner) -> None:
         self.detach()
         self.inner = inner
+        for row in self._rows.values():
+            row.begin(inner.epoch)
 
     def detach(self) -> threading.Event | None:
         inner, self.inner = self.inner, None
         return inner.release() if inner is not None else None
 
-    def _run(self, name: str, echoed: Echo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _between(self, sender: int | None, receiver: int | None) -> Row:
+        """The row of messages from one rank of this group to another one, which both ends count alike."""
+        if sender is None or receiver is None:
+            return Row()
+        text = f"{self.key}:{sender}:{receiver}"
+        key = "p2p-" + hashlib.blake2b(text.encode(), digest_size=10).hexdigest()
+        if key not in self._rows:
+            self._rows[key] = self._status.trace.row(key)
+            self._rows[key].begin(self.inner.epoch if self.inner is not None else 0)
+        return self._rows[key]
+
+    def _run(
+        self, name: str, echoed: Echo, args: tuple[Any, ...], kwargs: dict[str, Any], row: Row | None = None
+    ) -> Any:
         inner = self.inner
         self._sequence += 1
         values = (*args, *kwargs.values())
         if not self._status.echoing and inner is not None:
+            row = row or self._row
+            entered = row.enter(name)
             try:
                 work = getattr(inner.group, name)(*args, **kwargs)
             except (TypeError, ValueError, NotImplementedError):
+                row.leave(entered)
                 raise  # the caller's mistake: the same on every rank, and not a failure of a peer
             except Exception as error:
                 self._status.fail(error, inner.epoch)
             else:
                 value = values[0] if values else None
                 stubborn = name in STUBBORN
-                return GuardedWork(work, self._status, inner.epoch, lambda: echoed(self._rank, values), value, stubborn)
+                return GuardedWork(
+                    work,
+                    self._status,
+                    inner.epoch,
+                    lambda: echoed(self._rank, values),
+                    value,
+                    stubborn,
+                    lambda: row.leave(entered),
+                )
         self._status.raise_if_loud()
         with torch.no_grad():
             return EchoWork(echoed(self._rank, values))
@@ -152,19 +183,20 @@ class P2PGroup(ProcessGroup):
         return self._run("scatter", echo.scatter, args, kwargs)
 
     def send(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("send", echo.keep, args, kwargs)
+        return self._run("send", echo.keep, args, kwargs, self._between(self._rank, _peer(args, kwargs)))
 
     def recv(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("recv", echo.zeros, args, kwargs)
+        return self._run("recv", echo.zeros, args, kwargs, self._between(_peer(args, kwargs), self._rank))
 
     def recv_anysource(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("recv_anysource", echo.zeros, args, kwargs)
+        return self._run("recv_anysource", echo.zeros, args, kwargs, Row())
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
         inner = self.inner
         if not self._status.echoing and inner is not None:
             try:
-                inner.group.monitored_barrier(*args, **kwargs)
+                with self._row.inside("monitored_barrier"):
+                    inner.group.monitored_barrier(*args, **kwargs)
             except Exception as error:
                 self._status.fail(error, inner.epoch)
         self._status.raise_if_loud()
@@ -226,3 +258,9 @@ class P2PGroup(ProcessGroup):
 
     def shutdown(self) -> None:
         self.detach()
+
+
+def _peer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """The other rank of a ``send`` or ``recv``."""
+    peer = args[1] if len(args) > 1 else kwargs.get("dstRank", kwargs.get("srcRank"))
+    return peer if isinstance(peer, int) else None

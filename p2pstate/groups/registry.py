@@ -34,8 +34,9 @@ from p2pstate.groups.tcp import TcpTransport
 from p2pstate.groups.transport import Transport
 from p2pstate.groups.waiting import ABANDON_AFTER_S
 
-__all__ = ["REGISTRY", "Built", "Registry"]
+__all__ = ["GATE", "REGISTRY", "Built", "Registry"]
 
+GATE = "gate"  # the key of the group that votes
 OWN_TIMEOUT = timedelta(minutes=30)
 MESH_TIMEOUT_S = 30.0  # between ranks that are all there
 
@@ -99,7 +100,7 @@ class Registry:
         world = tuple(range(self.world_size))
         made: list[Inner | Transport] = []
         try:
-            made.append(gate := self._build("gate", world, epoch, OWN_TIMEOUT))
+            made.append(gate := self._build(GATE, world, epoch, OWN_TIMEOUT))
             made.append(replication := self._build_replication(world, epoch))
             built = Built(gate, replication)
             for group in [] if own_only else sorted(self._groups, key=lambda group: group.key):
@@ -114,6 +115,7 @@ class Registry:
     def attach(self, built: Built) -> None:
         """Use these connections. Collectives go on echoing until ``STATUS.connect``."""
         self.gate, self.replication = built.gate, built.replication
+        self._status.trace.row(GATE).begin(built.gate.epoch)
         for group in self._groups:
             if group.key in built.groups:
                 group.attach(built.groups[group.key])

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from p2pstate.errors import Retryable
 from p2pstate.groups.waiting import ABANDON_AFTER_S
+from p2pstate.trace import Trace
 
 __all__ = ["STATUS", "PeerLost", "Status"]
 
@@ -32,6 +33,7 @@ class Status:
         self.error: BaseException | None = None
         self.error_at: float | None = None  # monotonic seconds
         self.on_first_error: Callable[[BaseException, int], None] = lambda error, epoch: None
+        self.trace = Trace()  # the worker gives one that its agent reads
         self._unsettled: set[Callable[[], None]] = set()
 
     @property

@@ -63,12 +63,21 @@ class GuardedWork(Work):
     """Forwards to ``work``; an error goes to the process's status, ``echo`` then fills the outputs.
 
     ``stubborn``: the handle does not honour the deadline of a wait, which can therefore not be cut into slices.
+    ``on_end``: called when the operation is seen to have ended well, perhaps more than once.
     """
 
     def __init__(
-        self, work: Any, status: Status, epoch: int, echo: Callable[[], Any], value: Any, stubborn: bool
+        self,
+        work: Any,
+        status: Status,
+        epoch: int,
+        echo: Callable[[], Any],
+        value: Any,
+        stubborn: bool,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
+        self._on_end = on_end
         self._work, self._status, self._epoch, self._echo, self._value = work, status, epoch, echo, value
         self._stubborn = stubborn
         self._future: Future[Any] | None = None
@@ -85,6 +94,8 @@ class GuardedWork(Work):
                 wait_collective(self._work, self._is_over, timeout)
         except Exception as error:
             self._failed(error)
+        else:
+            self._on_end()
         return True
 
     def is_completed(self) -> bool:
@@ -130,6 +141,7 @@ class GuardedWork(Work):
             self._status.fail(error, self._epoch)
             self._settle()
         else:
+            self._on_end()
             self._set_future(value)
 
     def _settle(self) -> None:
@@ -145,6 +157,7 @@ class GuardedWork(Work):
                 self._future.set_result(value)
 
     def _is_over(self) -> bool:
+        self._status.trace.poll()
         return self._status.error is not None or self._status.epoch != self._epoch
 
     def _failed(self, error: Exception) -> None:

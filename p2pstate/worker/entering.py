@@ -6,6 +6,7 @@ from here on.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from p2pstate.groups.install import install
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
+from p2pstate.trace import STACKS_SIGNAL, Trace, map_page
 from p2pstate.types import RoundInfo
 from p2pstate.worker.context import WorkerContext, enter
 from p2pstate.worker.link import Link
@@ -59,6 +61,11 @@ def prepare(link: Link, assignment: dict[str, Any]) -> WorkerContext:
             return HashStore()
         return make_store(STATUS.epoch)
 
+    if assignment["page"] is not None:
+        STATUS.trace = Trace(map_page(assignment["page"]))
+        os.close(assignment["page"])
+        # For an agent that ends a hung process. In C: it works while the GIL is held.
+        faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     REGISTRY.make_store = make_store
     REGISTRY.rank, REGISTRY.world_size, REGISTRY.host = rank, world_size, assignment["host"]
     if context.fresh:

@@ -192,6 +192,7 @@ class Link:
                 self._changed.notify_all()
         elif kind == "assign":
             with self._changed:
+                message["page"] = fds[0] if fds else None
                 self._assignment = message
                 if message["round"] is not None:
                     self._round = RoundInfo.unpack(message["round"])
