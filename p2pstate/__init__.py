@@ -78,6 +78,17 @@ Layout, from the top down (a file imports only what stands above it):
     data/shards.py
     data/tokens.py
     data/pack.py
+    data/counters.py
+    data/streams.py
+    data/memfd.py
+    data/fetching.py
+    data/worker.py
+    data/pool.py
+    data/positions.py
+    data/engines.py
+    data/device.py
+    data/loader_stats.py
+    data/loader.py
     data/command.py
     planning/units.py       planning/: p2pstate plan
     planning/inputs.py

@@ -1,6 +1,6 @@
 """Data that restarts where it stopped. Usable without the rest of p2pstate, in any PyTorch program.
 
-In: sizes of data sets, token files. Out: batches of indices in an order that is a function of (seed, epoch, position),
+In: data sets, token files. Out: batches in an order that is a function of (seed, epoch, position),
 with positions that can be saved, restored and taken up by another number of ranks; windows of tokens.
 """
 
@@ -10,15 +10,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from p2pstate.data.loader import Loader
     from p2pstate.data.order import Mixture, Shuffled
+    from p2pstate.data.pool import LoaderError
     from p2pstate.data.sampler import Sampler
     from p2pstate.data.shards import DataChanged
     from p2pstate.data.tokens import MmapTokens
 
-__all__ = ["DataChanged", "Mixture", "MmapTokens", "Sampler", "Shuffled"]
+__all__ = ["DataChanged", "Loader", "LoaderError", "Mixture", "MmapTokens", "Sampler", "Shuffled"]
 
 _MODULES = {
     "DataChanged": "shards",
+    "Loader": "loader",
+    "LoaderError": "pool",
     "Mixture": "order",
     "MmapTokens": "tokens",
     "Sampler": "sampler",

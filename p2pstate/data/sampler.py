@@ -2,8 +2,8 @@
 
 In: an ``Order`` and a ``Split``. Out: lists of indices, as ``batch_sampler=`` of any DataLoader takes them.
 Invariant: the position is (epoch, global samples); what comes next is a function of it alone.
-Known limit: iterating counts what was *drawn*. A loader with worker processes draws ahead of what it delivers; with
-``num_workers=0`` both are the same.
+Known limit: iterating counts what was *drawn*, and torch's DataLoader with worker processes draws ahead of what it
+delivers. ``Loader`` does not iterate: it asks for batches by position, and sets the position to what it delivered.
 """
 
 from __future__ import annotations
@@ -62,10 +62,14 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         return {"order": self.order.identity, "epoch": self.epoch, "samples": self.num_done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises ValueError as ``check`` does."""
+        self.check(state)
+        self.epoch, self.num_done = state["epoch"], state["samples"]
+
+    def check(self, state: dict[str, Any]) -> None:
         """Raises ValueError for a position in another order: its number means other samples here."""
         if state["order"] != self.order.identity:
             raise ValueError(
                 f"the saved position counts through {state['order']}; this sampler goes through {self.order.identity}: "
                 "samples would be lost or repeated. Give it the same data, weights and seed"
             )
-        self.epoch, self.num_done = state["epoch"], state["samples"]
