@@ -121,7 +121,7 @@ def _assume_dead(arguments: Sequence[str]) -> int:
     parser.add_argument("--run-id", default=os.environ.get("P2PSTATE_RUN_ID", "default"), help="as on the nodes")
     parser.add_argument("--reason", default="an operator says so", metavar="TEXT", help="becomes part of the log")
     parser.add_argument("--timeout", type=float, default=15.0, metavar="S", help="give up after this long")
-    add_network(parser, bind=None)
+    add_network(parser)
     options = parser.parse_args(arguments)
     try:
         config = operator_config(options)

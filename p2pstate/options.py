@@ -23,17 +23,23 @@ def add_run(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """What every member of a run must be told alike."""
     run = parser.add_argument_group("the run")
     run.add_argument("--run-id", default=os.environ.get("P2PSTATE_RUN_ID", "default"), help="the same on every node")
-    run.add_argument("--nnodes", default="1", metavar="N or MIN:MAX", help="training nodes")
+    run.add_argument(
+        "--nnodes", default="1", metavar="N or MIN:MAX", help="training nodes; a run keeps as many as it begins with"
+    )
     run.add_argument("--spares", type=int, default=0, metavar="N", help="spare nodes the first view waits for")
     run.add_argument("--witnesses", type=int, default=0, metavar="N", help="witnesses the first view waits for")
+    run.add_argument(
+        "--last-call", type=float, default=30.0, metavar="S", help="with MIN nodes there, wait this long for the others"
+    )
     return run
 
 
-def add_network(parser: argparse.ArgumentParser, bind: str | None = "127.0.0.1:0") -> None:
-    """How members find and reach each other; `bind` is what holds when the option is not given."""
+def add_network(parser: argparse.ArgumentParser) -> None:
+    """How members find and reach each other."""
     net = parser.add_argument_group("the network")
     net.add_argument("--contacts", default="", metavar="LIST", help="host:port,... of nodes to ask; any one suffices")
-    net.add_argument("--bind", default=bind, metavar="HOST:PORT", help="where this process listens")
+    net.add_argument("--bind", metavar="HOST:PORT", help="where this process listens (any port on loopback)")
+    net.add_argument("--iface", metavar="NAME", help="the network interface whose address others are told")
     net.add_argument("--advertise", metavar="HOST:PORT", help="how others reach this node, if not at --bind")
     net.add_argument("--key-file", metavar="FILE", help="the run's secret (p2pstate keygen); needed off loopback")
     net.add_argument("--insecure", action="store_true", help="listen off loopback without a key")
@@ -55,15 +61,17 @@ def make_config(
     low, _, high = options.nnodes.partition(":")
     if not (low.isdigit() and (high or low).isdigit()):
         raise ValueError(f"--nnodes {options.nnodes}: give a number, or MIN:MAX")
-    if role is Role.NODE and int(low) != int(high or low):
-        raise ValueError(f"--nnodes {options.nnodes}: the number of training nodes is fixed so far, give one number")
+    if not 1 <= int(low) <= int(high or low):
+        raise ValueError(f"--nnodes {options.nnodes}: at least one node is needed, and MIN must not be above MAX")
     contacts = _contacts(options)
     if not contacts and (role is Role.WITNESS or int(high or low) + options.spares + options.witnesses > 1):
         raise ValueError("--contacts is missing: list host:port of some nodes of this run (this one may be among them)")
+    elsewhere = options.iface or any(f"P2PSTATE_{name}" in os.environ for name in ("BIND", "IFACE"))
     config = Config.from_env(
         run_id=options.run_id,
         name=options.name,
-        bind=options.bind,
+        bind=options.bind or (None if elsewhere else "127.0.0.1:0"),
+        iface=options.iface,
         advertise=options.advertise,
         contacts=contacts,
         role=role,
@@ -73,6 +81,7 @@ def make_config(
         num_nodes_max=int(high or low),
         num_spares_expected=options.spares,
         num_witnesses_expected=options.witnesses,
+        first_view_last_call_s=options.last_call,
         preset=options.preset,
         key=read_key_file(options.key_file) if options.key_file else None,
         insecure=options.insecure,
@@ -90,7 +99,8 @@ def operator_config(options: argparse.Namespace) -> Config:
     config = Config.from_env(
         run_id=options.run_id,
         name=f"operator-{socket.gethostname()}-{os.getpid()}",
-        bind=options.bind or local_binds(contacts)[-1],
+        bind=options.bind or (None if options.iface else local_binds(contacts)[-1]),
+        iface=options.iface,
         advertise=options.advertise,
         contacts=contacts,
         key=read_key_file(options.key_file) if options.key_file else None,

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from p2pstate.agent.rounds import decide_restart, decide_start
+from p2pstate.agent.rounds import decide_restart, decide_start, same_size
 from p2pstate.errors import EXIT_REPLACE
 from rendezvous.agent import has_left
 from rendezvous.config import Config
@@ -53,10 +53,13 @@ class Witness:
         self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
     ) -> tuple[bool, dict[str, Any]]:
         given = list(ballots.values())
-        if not any("left_round" in ballot for ballot in given):
+        if not _under_torchrun(ballots):
             return decide_start(previous, given)
         wanted, data = decide_restart(previous, given)
         return wanted or has_left(previous, given), data
+
+    def num_places(self, previous: View, ballots: Mapping[MemberKey, dict[str, Any]]) -> tuple[int, int] | None:
+        return None if _under_torchrun(ballots) else same_size(previous)
 
     def on_view(self, view: View) -> None:
         self._say(f"view {view.epoch}: training on {', '.join(m.name for m in view.places)} ({view.reason})")
@@ -84,3 +87,8 @@ class Witness:
 
     def _say(self, sentence: str) -> None:
         print(f"[{self._name}] witness: {sentence}", file=sys.stderr, flush=True)
+
+
+def _under_torchrun(ballots: Mapping[MemberKey, Mapping[str, Any]]) -> bool:
+    """Only agents of torchrun say which round they have left."""
+    return any("left_round" in ballot for ballot in ballots.values())

@@ -5,6 +5,7 @@ channel.py         framed messages between processes of one host
 plain.py           untrusted plain values, read with suspicion
 types.py           members, views, verdicts, what an application must answer
 keys.py            the job's secret and what is derived from it
+interfaces.py      addresses of network interfaces
 config.py          settings; every timeout from two numbers
 messages.py        what nodes say to each other
 wire.py            messages as bytes: tags, limits, encode, decode

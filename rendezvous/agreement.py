@@ -9,6 +9,7 @@ Limits: nothing is written to disk: a restarted agent is a new incarnation and h
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,8 @@ class Decider(Protocol):
     def decide(
         self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
     ) -> tuple[bool, dict[str, Any]]: ...
+
+    def num_places(self, previous: View, ballots: Mapping[MemberKey, dict[str, Any]]) -> tuple[int, int] | None: ...
 
 
 @dataclass(slots=True)
@@ -224,16 +227,22 @@ class Agreement:
             return None
         records = self._membership.records.values()
         usable = [r.member for r in records if r.live or (not r.ended and r.member.key in proposal.promises)]
-        plan = plan_view(self.view, usable, self._sizes)
+        ballots = {key: dict(promise.data) for key, promise in proposal.promises.items()}
+        plan = plan_view(self.view, usable, self._next_sizes(ballots))
         if isinstance(plan, str):
             self._out.put(Waiting(plan))
             self.blocked_at = self._membership.version
             self._give_up(now)
             return None
-        ballots = {key: dict(promise.data) for key, promise in proposal.promises.items()}
         new_round, data = self._decider.decide(self.view, plan.places, ballots)
         nonce = f"{self._rng.getrandbits(64):016x}"
         return make_view(self.view, plan, nonce, "; ".join(reasons)[:_MAX_REASON_CHARS], new_round, data)
+
+    def _next_sizes(self, ballots: Mapping[MemberKey, dict[str, Any]]) -> Sizes:
+        wanted = self._decider.num_places(self.view, ballots) if self.view is not None else None
+        if wanted is None:
+            return self._sizes
+        return dataclasses.replace(self._sizes, num_nodes_min=wanted[0], num_nodes_max=wanted[1])
 
     # -- messages ---------------------------------------------------------------------------------------------------
 

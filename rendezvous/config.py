@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from rendezvous.interfaces import interface_host
 from rendezvous.keys import check_key, key_from_hex, read_key_file
 from rendezvous.plain import MAX_NAME_CHARS
-from rendezvous.types import Role
+from rendezvous.types import Role, join_address
 
 PRESETS: dict[str, tuple[float, float]] = {"default": (0.5, 5.0), "local": (0.15, 1.8)}
 _ENV_PREFIX = "P2PSTATE_"
@@ -162,10 +163,11 @@ class Config:
     @staticmethod
     def from_env(env: Mapping[str, str] | None = None, **arguments: Any) -> Config:
         """`arguments` completed by P2PSTATE_RUN_ID, _NAME, _BIND, _ADVERTISE, _FENCE, _CONTACTS (commas), _KEY (hex),
-        _KEY_FILE, _LABELS ("rack=r1,zone=z2") and _PRESET.
+        _KEY_FILE, _LABELS ("rack=r1,zone=z2"), _IFACE and _PRESET.
 
-        OSError if a key file cannot be read. `preset` ("default" or "local") may also be an argument; probe_interval_s
-        and failure_s win over it.
+        OSError if a key file cannot be read. `iface` (also an argument) is the network interface whose address the
+        others are told; without `bind`, the node listens only there. `preset` ("default" or "local") may also be an
+        argument; probe_interval_s and failure_s win over it.
         """
         source = os.environ if env is None else env
         for name in ("run_id", "name", "bind", "advertise", "fence"):
@@ -178,6 +180,9 @@ class Config:
             arguments["key"] = _key_from(source)
         if arguments.get("labels") is None:
             arguments["labels"] = _labels_from(source.get(_ENV_PREFIX + "LABELS", ""))
+        iface = arguments.pop("iface", None) or source.get(_ENV_PREFIX + "IFACE")
+        if iface:
+            arguments |= _at_interface(iface, arguments.get("bind"), arguments.get("advertise"))
         preset = arguments.pop("preset", None) or source.get(_ENV_PREFIX + "PRESET", "default")
         if preset not in PRESETS:
             raise ValueError(f"preset must be one of {sorted(PRESETS)}, not {preset!r}")
@@ -189,6 +194,15 @@ class Config:
             variables = ", ".join(_ENV_PREFIX + name.upper() for name in missing)
             raise ValueError(f"{', '.join(missing)} must be given, as arguments or as {variables}")
         return Config(**arguments)
+
+
+def _at_interface(iface: str, bind: str | None, advertise: str | None) -> dict[str, Any]:
+    if advertise is not None:
+        raise ValueError(f"the address for others is given twice: iface {iface!r} and advertise {advertise!r}")
+    host = interface_host(iface, v6=bind is not None and bind.startswith("["))
+    here = join_address(host, 0)
+    # An address of an interface is the host's own, whatever the socket is bound to.
+    return {"bind": bind or here, "advertise": here, "host_owned": True}
 
 
 def _key_from(source: Mapping[str, str]) -> bytes | None:

@@ -61,6 +61,8 @@ class _Oracle:
     def __init__(self, application: Application) -> None:
         self.ballot = application.ballot
         self.decide = application.decide
+        self.num_places: Callable[[View, Mapping[MemberKey, dict[str, Any]]], tuple[int, int] | None]
+        self.num_places = getattr(application, "num_places", lambda previous, ballots: None)
         self._progress: Callable[[], Mapping[str, Any]] = getattr(application, "progress", dict)
 
     def progress(self) -> Mapping[str, Any]:

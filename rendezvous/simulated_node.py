@@ -31,6 +31,8 @@ class SimulatedApplication:
         wanted = any(ballot["draw"] == 0 for ballot in ballots.values())
         return wanted, {"places": len(places), "ballots": len(ballots)}
 
+    def num_places(self, previous: View, ballots: Mapping[MemberKey, dict[str, Any]]) -> None: ...
+
     def progress(self) -> Mapping[str, Any]:
         return {}
 

@@ -56,6 +56,7 @@ _OPTIONS = {
     "witnesses": "witnesses the first view waits for (0)",
     "bind": "HOST:PORT this node listens at (found from the endpoint)",
     "advertise": "HOST:PORT others reach it at, if not at bind",
+    "iface": "network interface whose address others are told (P2PSTATE_IFACE)",
     "name": "this node's name, unique in the run (the host's)",
     "key_file": "file with the run's secret (P2PSTATE_KEY_FILE)",
     "preset": "timeouts: default or local",
@@ -106,6 +107,7 @@ def read_settings(params: RendezvousParameters, env: Mapping[str, str] | None = 
         run_id=params.run_id,
         name=given.get("name") or source.get("P2PSTATE_NAME") or "unnamed",
         bind=bind or "127.0.0.1:0",
+        iface=given.get("iface"),
         advertise=given.get("advertise"),
         contacts=contacts,
         num_workers=1,  # torchrun deals out ranks: a place is a node, whatever it starts

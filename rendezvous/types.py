@@ -224,7 +224,9 @@ class StoreReply:
 class Application(Protocol):
     """What a node asks of, and tells, the program that uses it. Every call comes from the node's own thread.
 
-    An optional method `progress() -> dict[str, Any]` (msgpack-able, at most 1 KiB) is sent along with heartbeats.
+    Two optional methods: `progress() -> dict[str, Any]` (msgpack-able, at most 1 KiB) is sent along with heartbeats;
+    `num_places(previous, ballots) -> (fewest, most)` says how many training nodes the view after `previous` may have,
+    where that is not what the settings say. Pure, like `decide`.
     """
 
     def ballot(self) -> dict[str, Any]:

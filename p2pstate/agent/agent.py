@@ -24,7 +24,7 @@ from p2pstate.agent.events import EventLog
 from p2pstate.agent.job import Job
 from p2pstate.agent.output import Writer
 from p2pstate.agent.requests import Requests
-from p2pstate.agent.rounds import assignment, decide_start, progress_of, ranks_of, round_info
+from p2pstate.agent.rounds import assignment, decide_start, progress_of, ranks_of, round_info, same_size
 from p2pstate.agent.sentences import Sentences
 from p2pstate.agent.supervisor import Failure, Phase, Supervisor, WorkerProcess, describe_status
 from p2pstate.agent.watchdog import Watchdog
@@ -139,6 +139,9 @@ class Agent:
         self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
     ) -> tuple[bool, dict[str, Any]]:
         return decide_start(previous, ballots.values())
+
+    def num_places(self, previous: View, ballots: Mapping[MemberKey, dict[str, Any]]) -> tuple[int, int]:
+        return same_size(previous)
 
     def on_view(self, view: View) -> None:
         self._cancel_waiting()
@@ -473,7 +476,12 @@ class Agent:
             text = f"no view within {wait_s:g} s (--join-timeout): {self._waiting_reason}"
             self.end(EXIT_CONFIG, f"{text}; check --contacts ({', '.join(self._config.contacts)}) and --nnodes")
         else:
-            self._declare(EXIT_RETRY, f"no view within {wait_s:g} s of waiting (--spare-wait): {self._waiting_reason}")
+            text = f"no view within {wait_s:g} s of waiting (--spare-wait): {self._waiting_reason}"
+            if self._config.num_nodes_min < self._config.num_nodes_max:
+                text += (
+                    ". A run keeps the number of training nodes it began with, whatever --nnodes allows at its start"
+                )
+            self._declare(EXIT_RETRY, text)
 
     def _cancel_waiting(self) -> None:
         if self._waiting_timer is not None:

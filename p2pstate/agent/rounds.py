@@ -13,7 +13,7 @@ from typing import Any
 from p2pstate.types import RoundInfo, Start, Worker
 from rendezvous.types import View, split_address
 
-__all__ = ["assignment", "decide_restart", "decide_start", "progress_of", "ranks_of", "round_info"]
+__all__ = ["assignment", "decide_restart", "decide_start", "progress_of", "ranks_of", "round_info", "same_size"]
 
 
 def decide_start(previous: View | None, ballots: Iterable[Mapping[str, Any]]) -> tuple[bool, dict[str, Any]]:
@@ -35,6 +35,11 @@ def decide_start(previous: View | None, ballots: Iterable[Mapping[str, Any]]) ->
 def decide_restart(previous: View | None, ballots: Iterable[Mapping[str, Any]]) -> tuple[bool, dict[str, Any]]:
     """As :func:`decide_start`, where a launcher starts all workers anew in every round (torchrun)."""
     return decide_start(previous, [{**ballot, "outside": True} for ballot in ballots])
+
+
+def same_size(previous: View) -> tuple[int, int]:
+    """(fewest, most) training nodes of the next view: shards are cut for as many as the run began with."""
+    return len(previous.places), len(previous.places)
 
 
 def progress_of(view: View | None) -> int:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rendezvous.config import Config
@@ -101,12 +103,29 @@ class Reporter:
                 raise AssertionError(f"unknown command {command}")
 
 
+def resolve_from(path: str) -> None:
+    """Names mean what this JSON file says when they are asked for: {name: [address, ...]}."""
+    real = socket.getaddrinfo
+
+    def getaddrinfo(host: str, port: int, **more: Any) -> list[Any]:
+        table = json.loads(Path(path).read_text())
+        if not host.isidentifier():
+            return real(host, port, **more)
+        if host not in table:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [entry for address in table[host] for entry in real(address, port, **more)]
+
+    socket.getaddrinfo = getaddrinfo  # type: ignore[assignment]
+
+
 def main() -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     arguments = json.loads(sys.argv[1])
     arguments["contacts"] = tuple(arguments.get("contacts", ()))
     if "key" in arguments:
         arguments["key"] = bytes.fromhex(arguments["key"])
+    if "names" in arguments:
+        resolve_from(arguments.pop("names"))
     reporter = Reporter()
     node = Node(Config.from_env({}, **arguments), reporter)
     reporter.node = node

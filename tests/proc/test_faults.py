@@ -298,7 +298,7 @@ GOOD = """
         (["--nnodes", "2", "--contacts", "127.0.0.1"], 78, "contact '127.0.0.1' is not"),
         (["--nnodes", "2", "--contacts", "127.0.0.1:1", "--join-timeout", "2"], 78, "check --contacts (127.0.0.1:1)"),
         (["--nnodes", "2"], 78, "--contacts is missing"),
-        (["--nnodes", "1:2"], 78, "give one number"),
+        (["--nnodes", "3:2"], 78, "MIN must not be above MAX"),
         (["--nnodes", "x"], 78, "give a number"),
         (["--nproc-per-node", "0"], 78, "at least one worker"),
         (["--bind", "10.255.255.1:0"], 78, "--key-file"),

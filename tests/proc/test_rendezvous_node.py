@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import signal
+import socket
+from pathlib import Path
 
+import pytest
 from rendezvous_cluster import Process, cluster, free_ports, in_view, start_three
 
 SIZES = {"num_nodes_min": 2, "num_nodes_max": 2, "num_spares_expected": 1}
@@ -68,6 +72,33 @@ def test_killed_member_restarted_at_its_address_joins_as_spare_without_disturbin
         assert after["epoch"] == before["epoch"] + 1
         assert after["round"] == before["round"]
         assert after["nonce"] == again.find("view")[-1]["nonce"]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+def test_members_find_each_other_over_ipv6_and_a_killed_one_is_noticed_at_once() -> None:
+    with cluster(**SIZES, key=KEY) as running:
+        contacts = [f"[::1]:{port}" for port in free_ports(3)]
+        a, b, c = (running.start(n, bind=at, contacts=contacts[:2]) for n, at in zip("abc", contacts, strict=True))
+        running.wait(lambda: all(in_view(p, "abc") for p in (a, b, c)), "a view of all three")
+        assert a.find("ready")[0]["address"] == contacts[0]
+        a.signal(signal.SIGKILL)
+        running.wait(lambda: in_view(b, "bc") and in_view(c, "bc"), "a view of b and c")
+        assert b.find("member", kind="dead", name="a")[0]["proof"]
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this host has no IPv6")
+def test_name_with_many_records_is_read_again_until_one_of_them_answers(tmp_path: Path) -> None:
+    """A headless service: its records are of both families, most lead nowhere, and the right one comes late."""
+    (port,), names = free_ports(1), tmp_path / "names.json"
+    names.write_text(json.dumps({"service": ["127.0.0.9", "::1"]}))
+    contact = {"contacts": [f"service:{port}"], "names": str(names)}
+    with cluster(num_nodes_min=2, num_nodes_max=2) as running:
+        a = running.start("a", bind=f"127.0.0.2:{port}", **contact)
+        b = running.start("b", bind=f"127.0.0.3:{port}", **contact)
+        nobody = f"no contact answers (127.0.0.9:{port}, [::1]:{port})"
+        running.wait(lambda: any(nobody in event["reason"] for event in a.find("waiting")), "the list of contacts")
+        names.write_text(json.dumps({"service": ["127.0.0.9", "::1", "127.0.0.3", "127.0.0.2"]}))
+        running.wait(lambda: in_view(a, "ab") and in_view(b, "ab"), "a view of both")
 
 
 def test_member_without_places_to_fill_waits_and_says_why() -> None:

@@ -48,6 +48,7 @@ class Decider:
     def __init__(self) -> None:
         self.asked: list[dict[MemberKey, dict[str, Any]]] = []
         self.mine: dict[str, Any] = {"of": "a"}
+        self.places: tuple[int, int] | None = None
 
     def ballot(self) -> dict[str, Any]:
         return self.mine
@@ -58,6 +59,10 @@ class Decider:
         del previous
         self.asked.append(dict(ballots))
         return False, {"places": len(places)}
+
+    def num_places(self, previous: View, ballots: Mapping[MemberKey, dict[str, Any]]) -> tuple[int, int] | None:
+        del previous, ballots
+        return self.places
 
 
 class Bench:
@@ -278,6 +283,25 @@ def test_places_that_cannot_be_filled_block_until_a_member_changes() -> None:
     assert bench.agreement.blocked_at == bench.membership.version
     bench.set("c", Status.ALIVE)
     assert bench.agreement.blocked_at != bench.membership.version
+
+
+def test_application_that_fixes_the_number_of_places_neither_grows_nor_shrinks() -> None:
+    bench = Bench(view_of("abc"), "bcd", low=2)
+    bench.decider.places = 3, 3
+    bench.set("c", Status.DEAD, proof=True)
+    number = bench.propose()
+    for name in "bd":
+        bench.hear(name, promise(number, votes=name == "b"))
+    assert bench.agreement.proposal is not None
+    assert bench.agreement.proposal.view is not None
+    assert [m.name for m in bench.agreement.proposal.view.places] == ["a", "b", "d"]
+
+    bench = Bench(view_of("abc"), "b", low=2)
+    bench.decider.places = 3, 3
+    bench.propose()
+    bench.agreement.receive(member("b"), promise(ballot(1, "a")), 0.0)
+    (waiting,) = [e for e in bench.out.drain() if isinstance(e, Waiting)]
+    assert waiting.reason.startswith("3 of 3 training nodes are needed, 2 are alive and no spare is left")
 
 
 def test_reasons_that_vanished_until_the_promises_came_end_the_ballot() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import re
+import socket
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from rendezvous.config import PRESETS, Config, Timing
@@ -29,6 +32,8 @@ GOOD: dict[str, Any] = {"run_id": "run", "name": "a", "bind": "127.0.0.1:0"}
         ({"contacts": ("dir:relative",)}, "contact 'dir:relative'"),
         ({"contacts": ("slurm:x",)}, "contact 'slurm:x'"),
         ({"num_nodes_min": 3, "num_nodes_max": 2}, "1 <= num_nodes_min <= num_nodes_max must hold, not 3 and 2"),
+        ({"fence": " "}, "fence is empty"),
+        ({"fence": "sh -c 'open"}, "is no command: No closing quotation"),
         ({"num_nodes_min": 0}, "not 0 and 1"),
         ({"num_workers": 0}, "num_workers is too small for a node"),
         ({"num_workers": -1, "role": Role.WITNESS}, "num_workers is too small for a witness"),
@@ -114,3 +119,31 @@ def test_labels_come_from_the_environment_unless_given() -> None:
     assert Config.from_env(env, **GOOD, labels={"rack": "r9"}).labels == {"rack": "r9"}
     with pytest.raises(ValueError, match="P2PSTATE_LABELS 'rack' is not of the form"):
         Config.from_env({"P2PSTATE_LABELS": "rack"}, **GOOD)
+
+
+def test_interface_gives_the_address_for_others_and_without_bind_the_one_to_listen_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    entries = {
+        "ib0": [(socket.AF_INET, "10.1.0.7"), (socket.AF_INET6, "fe80::7%ib0"), (socket.AF_INET6, "2001:db8::7")],
+        "v6": [(socket.AF_INET6, "fe80::8%v6"), (socket.AF_INET6, "2001:db8::8")],
+        "down": [(socket.AF_INET6, "fe80::9%down")],
+    }
+    table = {name: [SimpleNamespace(family=f, address=a) for f, a in found] for name, found in entries.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: table)
+
+    def read(**more: Any) -> tuple[str, str | None, bool | None]:
+        config = Config.from_env({}, run_id="run", name="a", **more)
+        return config.bind, config.advertise, config.host_owned
+
+    assert read(iface="ib0") == ("10.1.0.7:0", "10.1.0.7:0", True)
+    assert read(iface="v6") == ("[2001:db8::8]:0", "[2001:db8::8]:0", True)
+    assert read(iface="ib0", bind="0.0.0.0:7000") == ("0.0.0.0:7000", "10.1.0.7:0", True)
+    assert read(iface="ib0", bind="[::]:7000") == ("[::]:7000", "[2001:db8::7]:0", True)
+    assert Config.from_env({"P2PSTATE_IFACE": "ib0"}, run_id="run", name="a").advertise == "10.1.0.7:0"
+    with pytest.raises(ValueError, match="no network interface 'eth9' here, but down, ib0, v6"):
+        read(iface="eth9")
+    with pytest.raises(ValueError, match="'down' has no address that others can use"):
+        read(iface="down")
+    with pytest.raises(ValueError, match="given twice"):
+        read(iface="ib0", advertise="10.1.0.7:7000")

@@ -45,6 +45,8 @@ class Oracle:
         del previous, places, ballots
         return False, {}
 
+    def num_places(self, previous: View, ballots: Mapping[MemberKey, dict[str, Any]]) -> None: ...
+
     def progress(self) -> Mapping[str, Any]:
         return {"step": 3}
 

@@ -47,15 +47,18 @@ def fake_resolver(monkeypatch: pytest.MonkeyPatch, table: dict[str, list[str]]) 
     def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
         if host not in table:
             raise socket.gaierror(-2, "Name or service not known")
-        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (address, port)) for address in table[host]]
+        families = {address: socket.AF_INET6 if ":" in address else socket.AF_INET for address in table[host]}
+        return [(family, socket.SOCK_STREAM, 6, "", (address, port)) for address, family in families.items()]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
 
 
 def test_name_with_many_records_gives_all_of_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_resolver(monkeypatch, {"cluster": ["10.0.0.1", "10.0.0.2", "10.0.0.1"], "10.0.0.2": ["10.0.0.2"]})
+    fake_resolver(
+        monkeypatch, {"cluster": ["10.0.0.1", "2001:db8::7", "fe80::1%eth0", "10.0.0.2"], "10.0.0.2": ["10.0.0.2"]}
+    )
     addresses, problems = read_contacts(["cluster:7000", "10.0.0.2:7000"])
-    assert addresses == ["10.0.0.1:7000", "10.0.0.2:7000"]
+    assert addresses == ["10.0.0.1:7000", "[2001:db8::7]:7000", "10.0.0.2:7000"]
     assert problems == []
 
 

@@ -32,6 +32,8 @@ class Decides:
         del args
         return False, {}
 
+    def num_places(self, *args: object) -> None: ...
+
 
 class Table:
     """What member a knows of a view; tests judge the others."""
