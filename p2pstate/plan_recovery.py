@@ -91,17 +91,19 @@ def plan_recovery(
     lineage: Iterable[Lineage] = (),
     corrupt: frozenset[tuple[str, int]] = frozenset(),
     num_warm_steps_needed: int = 2,
+    copies: int = 1,
 ) -> Plan | StartOver | StateLost:
     """Decide what all ranks of ``info`` resume from.
 
-    ``corrupt`` names (node, slot) pairs whose bytes did not match their digest: they are never used.
+    ``corrupt`` names (node, slot) pairs whose bytes did not match their digest: they are never used. ``copies``: how
+    many of each shard there are to be besides the own node's, and so how many nodes may be lost at once.
     """
     by_version = _by_version(_usable(info, records, lineage, corrupt))
     seen = [report.committed_step for report in reports.values()] + [version.step for version in by_version]
     newest = max([*seen, info.progress])
     missing = ""
-    for version, copies in sorted(by_version.items(), key=lambda item: item[0], reverse=True):
-        why_not = _why_not_whole(info, copies)
+    for version, found in sorted(by_version.items(), key=lambda item: item[0], reverse=True):
+        why_not = _why_not_whole(info, found)
         if why_not:
             missing = missing or f"version {version.step} of round {version.epoch} is not whole: {why_not}"
             continue
@@ -114,10 +116,10 @@ def plan_recovery(
                 f"rank {cold[0]} has done fewer than {num_warm_steps_needed} steps in its process, so wrappers such as "
                 f"DDP still change their layout: all workers start again and resume from memory at step {version.step}",
             )
-        fetches = tuple(_fetches(info, copies))
+        fetches = tuple(_fetches(info, found))
         reason = f"step {version.step} of round {version.epoch} is the newest that is whole"
         reason = f"{reason}; {missing}" if missing else reason
-        return Plan(version, _keep(info, by_version), fetches, max(0, max(seen) - version.step), reason)
+        return Plan(version, _keep(info, by_version, copies), fetches, max(0, max(seen) - version.step), reason)
     missing = missing or "no version of the training state is complete anywhere"
     if newest > NOTHING_TO_LOSE_STEP:
         return StateLost(f"training had come to step {newest}, and {missing}")
@@ -187,14 +189,14 @@ def _why_not_whole(info: RoundInfo, copies: _Copies) -> str:
     return ""
 
 
-def _keep(info: RoundInfo, by_version: Mapping[Version, _Copies]) -> Version:
-    needed_nodes = {}
+def _keep(info: RoundInfo, by_version: Mapping[Version, _Copies], num_losses: int) -> Version:
+    fatal_losses = {}
     for version, copies in by_version.items():
         if not _why_not_whole(info, copies):
-            holders = [{record.node for record in records} for records in copies.own.values()]
-            holders += [set(nodes) for nodes in copies.shared.values()]
-            needed_nodes[version] = frozenset(min(nodes) for nodes in holders if len(nodes) == 1)
-    return version_to_keep(needed_nodes)
+            holders = {frozenset(record.node for record in records) for records in copies.own.values()}
+            holders |= {frozenset(nodes) for nodes in copies.shared.values()}
+            fatal_losses[version] = [nodes for nodes in holders if len(nodes) <= num_losses]
+    return version_to_keep(fatal_losses)
 
 
 def _fetches(info: RoundInfo, copies: _Copies) -> list[Fetch]:

@@ -12,7 +12,7 @@ written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 from p2pstate.types import Version
@@ -61,17 +61,17 @@ class Course:
         return replace(self, captured=version, due=False)
 
 
-def version_to_keep(needed_nodes: Mapping[Version, frozenset[str]]) -> Version:
+def version_to_keep(fatal_losses: Mapping[Version, Collection[frozenset[str]]]) -> Version:
     """Of the whole versions, the one whose slots are kept while the resumed one is captured and shipped again.
 
-    ``needed_nodes``: of every whole version the nodes without any one of which it is not whole any more. The newest
-    that needs no node which an older one does without: the version that is resumed may have only just become whole,
-    each shard on its own node, and the slots it would be kept instead of be those of a protected one.
+    ``fatal_losses``: of every whole version the sets of nodes whose loss would end it, as far as so many may be lost.
+    The newest that no loss would end which an older one outlives: the version that is resumed may have only just become
+    whole, each shard on its own node, and the slots it would be kept instead of be those of a protected one.
     """
-    versions = sorted(needed_nodes)
+    versions = sorted(fatal_losses)
     keep = versions[0]
     for version in versions[1:]:
-        if needed_nodes[version] <= needed_nodes[keep]:
+        if all(any(less <= lost for less in fatal_losses[keep]) for lost in fatal_losses[version]):
             keep = version
     return keep
 

@@ -3,8 +3,8 @@
 The rules are the real ones (versions.py, placement.py, plan_recovery.py); slots hold a version and no bytes. In every
 state that can be reached:
 
-* once a version was protected, a whole version at least as new exists, and would still exist if any node died now
-  (unless a shard's other copy was lost before and is not back yet);
+* once a version was protected, a whole version at least as new exists, and would still exist if any node died now, or
+  with two copies any two (unless a shard's other copies were lost before and are not back yet);
 * what a plan resumes is the newest whole version, none that went void, and each rank is sent to where that is;
 * all ranks decide alike about capturing, and nothing that is being shipped is overwritten;
 * without another fault the newest step becomes protected.
@@ -14,7 +14,7 @@ Then one rule at a time is taken away, and the same exploration has to find out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import pytest
@@ -29,19 +29,34 @@ ALL_OF_TWO, ALL_OF_FOUR, HYBRID = ((0, 1),), ((0, 1, 2, 3),), ((0, 2), (1, 3))
 CRASH, LOSS = Faults(crashes=1), Faults(losses=1)
 CRASH_AND_LOSS = Faults(crashes=1, losses=1)
 SILENCE = Faults(silences=1)
+CRASH_AND_TWO_AT_ONCE, TWO_AT_ONCE = Faults(crashes=1, pairs=1), Faults(pairs=1)
 
 CLUSTERS = {
     "two nodes, a crash and a loss": Cluster(TWO, (), CRASH_AND_LOSS, 2),
-    "two nodes, one falls silent and comes back": Cluster(TWO, (), SILENCE, 2),
+    "two nodes, one falls silent and comes back": Cluster(TWO, (), SILENCE, 2, eager=True),
     "two nodes, leaves alike, an error": Cluster(TWO, ALL_OF_TWO, Faults(errors=1), 3),
     "two nodes, leaves alike, two losses": Cluster(TWO, ALL_OF_TWO, Faults(losses=2), 1),
     "two nodes, every second step, a loss": Cluster(TWO, (), LOSS, 4, every=2),
     "two nodes of two, leaves alike, a loss": Cluster(TWO_BY_TWO, ALL_OF_FOUR, LOSS, 0),
-    "three nodes, a crash": Cluster(RING, (), CRASH, 2),
-    "three nodes, a loss": Cluster(RING, (), LOSS, 2),
-    "four nodes, a crash": Cluster(PAIRS, (), CRASH, 0),
+    "three nodes, a crash": Cluster(RING, (), CRASH, 2, eager=True),
+    "three nodes, a loss": Cluster(RING, (), LOSS, 2, eager=True),
+    "four nodes, a crash": Cluster(PAIRS, (), CRASH, 1, eager=True),
+    "two copies on three nodes, a step and a crash": Cluster(RING, (), CRASH, 1, copies=2, eager=True, brief=True),
+    "two copies on three nodes, a crash and two lost at once": Cluster(
+        RING, (), CRASH_AND_TWO_AT_ONCE, 0, copies=2, eager=True, brief=True
+    ),
+    "two copies on three nodes, a step and two lost at once": Cluster(RING, (), TWO_AT_ONCE, 1, copies=2, eager=True),
+    "two copies on four nodes, two lost at once": Cluster(PAIRS, (), TWO_AT_ONCE, 1, copies=2, eager=True, brief=True),
 }
 LARGE = {
+    "two nodes, one falls silent and comes back": Cluster(TWO, (), SILENCE, 2),
+    "three nodes, a crash": Cluster(RING, (), CRASH, 2),
+    "three nodes, a loss": Cluster(RING, (), LOSS, 2),
+    "two copies on three nodes, two losses": Cluster(RING, (), Faults(losses=2), 0, copies=2, eager=True),
+    "two copies on three nodes, a crash and a loss": Cluster(RING, (), CRASH_AND_LOSS, 0, copies=2, eager=True),
+    "two copies on three nodes, a step, a crash and two lost at once": Cluster(
+        RING, (), CRASH_AND_TWO_AT_ONCE, 1, copies=2, eager=True, brief=True
+    ),
     "two nodes, three crashes": Cluster(TWO, (), Faults(crashes=3), 2),
     "two nodes, leaves alike, a crash and two losses": Cluster(TWO, ALL_OF_TWO, Faults(crashes=1, losses=2), 1),
     "two nodes, leaves alike, one falls silent and comes back": Cluster(TWO, ALL_OF_TWO, SILENCE, 2),
@@ -80,12 +95,12 @@ def never_tries_again(course: Course, step: int, everywhere: Version, mine: Vers
 
 
 def goes_back_too_far(
-    info: RoundInfo, reports: Mapping[int, RankReport], records: list[SlotRecord], lineage: list[Lineage]
+    info: RoundInfo, reports: Mapping[int, RankReport], records: list[SlotRecord], lineage: list[Lineage], copies: int
 ) -> Plan | StartOver | StateLost:
     versions = sorted({record.version for record in records if record.version})
     if len(versions) > 1 and versions[-2].step > 0:  # before, a start from scratch is right
         records = [record for record in records if record.version != versions[-1]]
-    return plan_recovery(info, reports, records, lineage)
+    return plan_recovery(info, reports, records, lineage, copies=copies)
 
 
 # name: the mutant, the cluster it is let loose in, what has to be found
@@ -106,8 +121,8 @@ MUTANTS = {
         "decides otherwise than the others",
     ),
     "void versions are used": (
-        Rules(plan=lambda info, reports, records, lineage: plan_recovery(info, reports, records)),
-        Cluster(TWO, (), SILENCE, 2),
+        Rules(plan=lambda info, reports, records, lineage, copies: plan_recovery(info, reports, records)),
+        Cluster(TWO, (), SILENCE, 2, eager=True),
         "which is void",
     ),
     "a half-written slot counts": (
@@ -135,6 +150,11 @@ MUTANTS = {
         Cluster(TWO, (), CRASH, 2),
         "the newest that is whole is",
     ),
+    "with two copies, only the loss of one node is thought of": (
+        Rules(plan=lambda info, reports, records, lineage, copies: plan_recovery(info, reports, records, lineage)),
+        Cluster(RING, (), CRASH, 1, copies=2, eager=True, brief=True),
+        "was protected, and None is the newest that is whole, should node . and . die now",
+    ),
     "a skipped version is never made up for": (
         Rules(committed=never_tries_again),
         Cluster(TWO, (), Faults(), 2),
@@ -154,8 +174,8 @@ def test_a_rule_taken_away_is_noticed(name: str) -> None:
 def test_keeping_what_the_fewest_losses_would_end_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of versions that outlive different losses, the newer is no better: what it does not outlive was promised."""
 
-    def fewest(needed_nodes: Mapping[Version, frozenset[str]]) -> Version:
-        return min(sorted(needed_nodes, reverse=True), key=lambda version: len(needed_nodes[version]))
+    def fewest(fatal_losses: Mapping[Version, Collection[frozenset[str]]]) -> Version:
+        return min(sorted(fatal_losses, reverse=True), key=lambda version: len(fatal_losses[version]))
 
     monkeypatch.setattr("p2pstate.plan_recovery.version_to_keep", fewest)
     with pytest.raises(Violation, match="None is the newest that is whole"):

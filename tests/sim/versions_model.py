@@ -29,8 +29,8 @@ NOTHING = Version(0, -1)
 # "Protected" after a start from scratch: it can always be made again, so that the next fault may not end the run. Known
 # limit: two such starts in a row promise nothing for the third fault (see next_slot).
 INITIAL = -1
-OWN, WARD, SHARED = 0, 1, 2  # the pairs of slots that one rank writes
-# How far a rank is with the pairs of slots that it writes itself, and with its ward's
+OWN = 0  # of the pairs of slots that one rank writes: its own first, then its wards', then what is held alike
+# How far a rank is with the pairs of slots that it writes itself, and with each ward's
 WRITTEN, SENDS, HASHED = range(3)
 EXPECTED, ARRIVES, ARRIVED = range(3)
 # What a rank is doing: training; in a round that has a plan; waiting for a round; not there yet
@@ -50,11 +50,11 @@ class Job(NamedTuple):
     version: Version
     keep: Version | None
     own: int
-    ward: int
+    wards: tuple[int, ...]
 
     @property
     def done(self) -> bool:
-        return self.own == HASHED and self.ward == ARRIVED
+        return self.own == HASHED and all(ward == ARRIVED for ward in self.wards)
 
 
 class Known(NamedTuple):
@@ -87,10 +87,11 @@ class Away(NamedTuple):
 
 
 class Faults(NamedTuple):
-    """How many of each may still happen."""
+    """How many of each may still happen. ``pairs``: two nodes are lost at once."""
 
     crashes: int = 0
     losses: int = 0
+    pairs: int = 0
     errors: int = 0
     silences: int = 0
 
@@ -111,7 +112,7 @@ class State(NamedTuple):
     progress: int  # newest step that anybody ever committed
     # What no process knows
     turned: frozenset[tuple[int, Version]]  # rounds in which a step could be committed, and what they resumed
-    protected: Version | None  # the newest that was ever complete in both places; step INITIAL: see there
+    protected: Version | None  # the newest that was ever complete in all its places; step INITIAL: see there
     lost: frozenset[int]  # places that lost their vault since then
 
 
@@ -130,21 +131,35 @@ class Rules:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``places``: of every rank. ``shared``: sets of ranks that hold leaves alike; a rank is in one set at most."""
+    """``places``: of every rank. ``shared``: sets of ranks that hold leaves alike; a rank is in one set at most.
+    ``copies``: of each shard besides the own node's. ``eager``: from its capture on a rank counts as writing its wards'
+    slots, earlier than a message can begin: less is left at any instant, so no less is shown, in far fewer states.
+    ``brief``: once no fault may happen any more, one fair run is followed instead of every one."""
 
     places: tuple[int, ...]
     shared: tuple[tuple[int, ...], ...]
     faults: Faults
     max_step: int
     every: int = 1
+    copies: int = 1
+    eager: bool = False
+    brief: bool = False
 
     @functools.cached_property
-    def buddy(self) -> list[int]:
-        return [buddy for (buddy,) in partners([str(place) for place in self.places])]
+    def partners(self) -> list[tuple[int, ...]]:
+        return partners([str(place) for place in self.places], self.copies)
 
     @functools.cached_property
-    def ward(self) -> list[int]:
-        return [ward for (ward,) in wards([(buddy,) for buddy in self.buddy])]
+    def wards(self) -> list[tuple[int, ...]]:
+        """Of every rank: whose first partner it is, whose second, and so on: an order that renamings preserve."""
+        its = wards(self.partners)
+        return [tuple(sorted(its[r], key=lambda ward: self.partners[ward].index(r))) for r in range(len(its))]
+
+    @functools.cached_property
+    def losses(self) -> list[frozenset[int]]:
+        """Every set of nodes whose loss a protected version outlives, the empty one among them."""
+        sizes = range(self.copies + 1)
+        return [frozenset(gone) for size in sizes for gone in itertools.combinations(self.nodes, size)]
 
     @functools.cached_property
     def nodes(self) -> range:
@@ -155,7 +170,7 @@ class Cluster:
         """Of every rank: what its pairs are for."""
         out = []
         for rank, place in enumerate(self.places):
-            mine = [Part.own(rank), Part.own(self.ward[rank])]
+            mine = [Part.own(rank), *map(Part.own, self.wards[rank])]
             for members in self.shared:
                 if rank in members:
                     local = [member for member in members if self.places[member] == place]
@@ -175,8 +190,9 @@ class Cluster:
         for renaming in itertools.permutations(range(len(self.places))):
             places = {(self.places[r], self.places[other]) for r, other in enumerate(renaming)}
             sets = {tuple(sorted(renaming[r] for r in members)) for members in self.shared}
-            partners = all(renaming[self.buddy[r]] == self.buddy[other] for r, other in enumerate(renaming))
-            if len(places) == len(self.nodes) and sets == set(self.shared) and partners:
+            pairing = [tuple(renaming[keeper] for keeper in its) for its in self.partners]
+            alike = all(pairing[r] == self.partners[other] for r, other in enumerate(renaming))
+            if len(places) == len(self.nodes) and sets == set(self.shared) and alike:
                 found.append(renaming)
         return found
 
@@ -184,8 +200,12 @@ class Cluster:
         return [rank for rank, its in enumerate(self.places) if its == place]
 
     def survives(self, lost: frozenset[int]) -> bool:
-        """Whether what was in two places is still in one."""
-        return all(not {self.places[r], self.places[self.buddy[r]]} <= lost for r in range(len(self.places)))
+        """Whether what was in all its places is still in one."""
+        return all(not holders <= lost for holders in self._holders)
+
+    @functools.cached_property
+    def _holders(self) -> list[set[int]]:
+        return [{self.places[r], *(self.places[k] for k in its)} for r, its in enumerate(self.partners)]
 
 
 class Renaming(NamedTuple):
@@ -227,8 +247,8 @@ class Model:
         """One of the states that differ only in the names of ranks that are alike; not always the same one, so the
         number of states varies a little from run to run. (And the way to a state of more than two ranks changes names
         from one line to the next.)"""
-        renamings = self.renamings
-        if len(renamings) <= 2 or state.away is not None:
+        renamings, away = self.renamings, state.away
+        if len(renamings) == 1 or (away and len(self.cluster.places) > len(self.cluster.nodes)):
             return state
         keys = [hash(both) for both in zip(state.held, state.ranks, strict=True)]
         least = min(renamings, key=lambda renaming: renaming.ranks(keys))
@@ -239,6 +259,7 @@ class Model:
             ranks=least.ranks(state.ranks),
             turns=least.places(state.turns),
             lost=frozenset(least.names[place] for place in state.lost),
+            away=away and away._replace(place=least.names[away.place]),
         )
 
     @functools.cached_property
@@ -271,12 +292,12 @@ class Model:
         for r in numbers:
             rank = ranks[r]
             if rank.doing is RUNS and rank.job and not rank.job.done:
-                for label, after in (
-                    ("sends", self.send(state, r, rank.job)),
-                    ("receives", self.receive(state, r, rank.job)),
-                ):
+                if rank.job.own != HASHED:
+                    yield f"rank {r} sends", self.send(state, r, rank.job)
+                for number in range(len(rank.job.wards)):
+                    after = self.receive(state, r, rank.job, number)
                     if after:
-                        yield f"rank {r} {label}", after
+                        yield f"rank {r} receives", after
         together = state.vote is None and all(rank.doing is RUNS for rank in ranks)
         if together and not any(rank.course.due for rank in ranks):
             yield "vote", self.cast(state)
@@ -286,37 +307,42 @@ class Model:
         if rank.job and not rank.job.done:
             raise Violation(f"rank {r} captures step {rank.step} while {rank.job.version} is being shipped")
         version, keep = Version(state.epoch, rank.step), rank.course.kept
-        held = state.held
-        for which in range(len(held[r])):
-            if which != WARD:
-                held = self._write(held, r, which, version, keep)
-        job = Job(version, keep, WRITTEN if len(held[r]) > SHARED else SENDS, EXPECTED)
+        held, wards = self._write(state.held, r, OWN, version, keep), self.cluster.wards[r]
+        for which in range(1 + len(wards), len(held[r])):
+            held = self._write(held, r, which, version, keep)
+        if self.cluster.eager:
+            for number in range(len(wards)):
+                held = self._write(held, r, 1 + number, version, keep)
+        come = (ARRIVES if self.cluster.eager else EXPECTED,) * len(wards)
+        job = Job(version, keep, WRITTEN if self._shares(r) else SENDS, come)
         after = _with_rank(state, r, rank._replace(course=self._captured(rank.course, version), job=job))
         return after._replace(held=held)
 
-    def send(self, state: State, r: int, job: Job) -> State | None:
-        """What is held alike is hashed, then the message to the buddy is begun; at its end the own bytes are hashed."""
-        if job.own == HASHED:
-            return None
-        which = SHARED if job.own == WRITTEN else OWN
+    def send(self, state: State, r: int, job: Job) -> State:
+        """What is held alike is hashed, then the messages to the partners begin; at their end the own bytes are hashed.
+
+        (The first of them hashes: the digest of all is known when any one has ended.)"""
+        which = len(state.held[r]) - 1 if job.own == WRITTEN else OWN
         return self._shipped(state, r, _completed(state.held, r, which, job.version), job._replace(own=job.own + 1))
 
-    def receive(self, state: State, r: int, job: Job) -> State | None:
-        """The ward's message begins and ends, not before its sender has come as far. Nothing answers it."""
-        sent = self._sent(state, self.cluster.ward[r], job)
-        if job.ward == EXPECTED and min(job.own, sent) >= SENDS:
-            held = self._write(state.held, r, WARD, job.version, job.keep)
-        elif job.ward == ARRIVES and sent == HASHED:
-            held = _completed(state.held, r, WARD, job.version)
+    def receive(self, state: State, r: int, job: Job, number: int) -> State | None:
+        """A ward's message begins and ends, not before its sender has come as far. Nothing answers it."""
+        sent, come = self._sent(state, self.cluster.wards[r][number], job), job.wards[number]
+        if come == EXPECTED and min(job.own, sent) >= SENDS:
+            held = self._write(state.held, r, 1 + number, job.version, job.keep)
+        elif come == ARRIVES and sent == HASHED:
+            held = _completed(state.held, r, 1 + number, job.version)
         else:
             return None
-        return self._shipped(state, r, held, job._replace(ward=job.ward + 1))
+        return self._shipped(state, r, held, job._replace(wards=_put(job.wards, number, come + 1)))
 
     def _shipped(self, state: State, r: int, held: Holdings, job: Job) -> State:
-        after = _with_rank(state, r, state.ranks[r]._replace(job=job))._replace(held=held)
-        if self._in_both_places(held, job.version):
-            after = after._replace(protected=max(job.version, state.protected or NOTHING), lost=frozenset())
-        return after
+        rank = state.ranks[r]
+        ranks = _put(state.ranks, r, Rank(rank.doing, rank.course, rank.step, job))
+        if self._in_all_places(held, job.version):
+            protected = max(job.version, state.protected or NOTHING)
+            return state._replace(ranks=ranks, held=held, protected=protected, lost=frozenset())
+        return state._replace(ranks=ranks, held=held)
 
     def cast(self, state: State) -> State:
         """All ranks vote. The gate takes the minimum of each field."""
@@ -396,10 +422,15 @@ class Model:
         for place in self.cluster.nodes:
             gone = state.lost | {place}
             if state.protected is not None and not self.cluster.survives(gone):
-                continue  # more than two copies can stand
+                continue  # more than its copies can stand
             if faults.losses:
                 less = state._replace(faults=faults._replace(losses=faults.losses - 1))
                 yield f"node {place} dies", self._lose(less, place, gone)
+            for other in range(place) if faults.pairs else ():
+                both = gone | {other}
+                if state.protected is None or self.cluster.survives(both):
+                    less = self._lose(state._replace(faults=faults._replace(pairs=faults.pairs - 1)), place, gone)
+                    yield f"nodes {other} and {place} die at once", self._lose(less, other, both)
             if state.away and state.away.place == place:
                 yield f"node {place} dies, the silent one comes back", self._lose(state, place, gone, state.away)
             if faults.silences and state.away is None:
@@ -429,24 +460,23 @@ class Model:
     # -- invariants
 
     def check(self, state: State) -> None:
-        """Whatever was protected is still there, and would be without any one node."""
+        """Whatever was protected is still there, and would be without any nodes that it was to outlive."""
         turns = frozenset().union(*state.turns)
         key = (state.held, turns, state.protected, state.lost)
         if state.protected is None or state.protected.step == INITIAL or key in self._checked:
             return
         self._checked.add(key)
-        for place in (None, *self.cluster.nodes):
-            lost = state.lost if place is None else state.lost | {place}
-            if not self.cluster.survives(lost):
+        for gone in self.cluster.losses:
+            if not self.cluster.survives(state.lost | gone):
                 continue
             held = state.held
-            if place is not None:
+            for place in gone:
                 for r in self.cluster.ranks_of(place):
                     held = _put(held, r, tuple(EMPTY for _ in held[r]))
             newest = self.newest_whole(held, turns)
             if newest is None or newest < state.protected:
-                gone = "" if place is None else f", should node {place} die now"
-                raise Violation(f"{state.protected} was protected, and {newest} is the newest that is whole{gone}")
+                should = f", should node {' and '.join(map(str, sorted(gone)))} die now" if gone else ""
+                raise Violation(f"{state.protected} was protected, and {newest} is the newest that is whole{should}")
 
     def newest_whole(self, held: Holdings, turns: frozenset[tuple[int, Version]]) -> Version | None:
         """By the words of the glossary, not by plan_recovery's way of computing it."""
@@ -474,16 +504,19 @@ class Model:
         self, there: set[tuple[Version, Part, int]], version: Version, members: tuple[int, ...], place: int
     ) -> bool:
         local = [r for r in members if self.cluster.places[r] == place]
-        return bool(local) and all((version, self.cluster.parts[r][SHARED], place) in there for r in local)
+        return bool(local) and all((version, self.cluster.parts[r][-1], place) in there for r in local)
 
-    def _in_both_places(self, held: Holdings, version: Version) -> bool:
+    def _shares(self, r: int) -> bool:
+        return len(self.cluster.parts[r]) > 1 + len(self.cluster.wards[r])
+
+    def _in_all_places(self, held: Holdings, version: Version) -> bool:
         slot = (*version, True)
         return all(slot in pair for pairs in held for pair in pairs)
 
     def _check_fetches(self, held: Holdings, plan: Plan) -> None:
         """What a rank is told to take is there, complete, and all that it needs."""
         slot = (*plan.version, True)
-        for r, parts in enumerate(self.cluster.parts):
+        for r in range(len(held)):
             taken = plan.of(r)
             for fetch in taken:
                 holders = self.cluster.ranks_of(int(fetch.node[1:]))
@@ -496,7 +529,7 @@ class Model:
                     raise Violation(f"rank {r} is told to take {fetch.part} from {fetch.node}, which does not have it")
             wanted = {"own": 1}
             shared = [fetch.part for fetch in taken if fetch.part.kind == "shared"]
-            if len(parts) > SHARED:
+            if self._shares(r):
                 wanted["shared"] = shared[0].num_pieces if shared else 1
             found = {kind: len({f.part for f in taken if f.part.kind == kind}) for kind in wanted}
             if found != wanted:
@@ -527,7 +560,8 @@ class Model:
             info = RoundInfo("run", "nonce", epoch, Start.IN_PLACE, "a fault", self.cluster.workers, state.progress)
             told = {r: RankReport(r, new, 9, step) for r, (new, step) in enumerate(reports)}
             lineage = [Lineage(at, version) for at, version in sorted(turns)]
-            self._plans[key] = self.rules.plan(info, told, self._records(state.held), lineage)
+            records = self._records(state.held)
+            self._plans[key] = self.rules.plan(info, told, records, lineage, copies=self.cluster.copies)
         return self._plans[key]
 
     def _records(self, held: Holdings) -> list[SlotRecord]:
@@ -535,7 +569,7 @@ class Model:
         for r, pairs in enumerate(held):
             for which, pair in enumerate(pairs):
                 part = self.cluster.parts[r][which]
-                num_sets = len(self.cluster.parts[r]) - SHARED if part.kind == "own" else 0
+                num_sets = int(self._shares(r)) if part.kind == "own" else 0
                 for index, slot in enumerate(pair):
                     version = self.rules.header(slot)
                     number = 100 * r + 10 * which + index
@@ -549,7 +583,7 @@ class Model:
         return _put(held, r, _put(held[r], which, _put(pair, index, (*version, False))))
 
     def _sent(self, state: State, r: int, job: Job) -> int:
-        """How far rank ``r`` is with sending the version that its buddy expects."""
+        """How far rank ``r`` is with sending the version that its partner expects."""
         other = state.ranks[r].job
         if other is None or (other.version < job.version and other.done):
             return -1  # has not come to this version yet
@@ -645,7 +679,8 @@ def _explore(model: Model, max_states: int) -> Explored:
             if beyond > MAX_FAIR_STEPS:
                 raise Violation(f"{beyond} steps without a fault, and the newest is never protected")
             moves = model.moves(state)
-            if beyond > 0:  # far enough: from here on only what shows that the newest step becomes protected
+            if beyond > 0 or (model.cluster.brief and not any(state.faults)):
+                # Far enough: from here on only what shows that the newest step becomes protected.
                 moves = itertools.islice(moves, 0 if goal else 1)
             for label, after in moves:
                 following = -1

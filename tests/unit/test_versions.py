@@ -76,21 +76,29 @@ def test_course_that_resumed_takes_no_version_of_an_older_round_for_its_own() ->
 
 
 @pytest.mark.parametrize(
-    ("needed_nodes", "keep"),
+    ("fatal_losses", "keep"),
     [
         # Node a is gone, and b has what is left of both: the newer one.
-        ({V6: {"b"}, V7: {"b"}}, V7),
+        ({V6: ["b"], V7: ["b"]}, V7),
         # V6 is in two places, V7 only just whole: any loss would end it.
-        ({V6: set(), V7: {"a", "b"}}, V6),
-        ({V6: {"a", "b"}, V7: set()}, V7),
+        ({V6: [], V7: ["a", "b"]}, V6),
+        ({V6: ["a", "b"], V7: []}, V7),
         # Each outlives a loss that the other does not: what was there before is not given up.
-        ({V6: {"a"}, V7: {"b"}}, V6),
-        ({V5: {"a"}, V6: {"a", "b"}, V7: {"a"}}, V7),
-        ({V6: {"a"}}, V6),
+        ({V6: ["a"], V7: ["b"]}, V6),
+        ({V5: ["a"], V6: ["a", "b"], V7: ["a"]}, V7),
+        ({V6: ["a"]}, V6),
+        # Two nodes may be lost: V6 is in three places, V7 in two of some shard.
+        ({V6: [], V7: ["ab"]}, V6),
+        ({V6: ["ab"], V7: ["ab"]}, V7),
+        ({V6: ["ab"], V7: ["ac"]}, V6),
+        # What ends with a alone ends with a and c as well, and not the other way round.
+        ({V6: ["a"], V7: ["ac"]}, V7),
+        ({V6: ["ac"], V7: ["a"]}, V6),
     ],
 )
-def test_version_to_keep(needed_nodes: dict[Version, set[str]], keep: Version) -> None:
-    assert version_to_keep({version: frozenset(nodes) for version, nodes in needed_nodes.items()}) == keep
+def test_version_to_keep(fatal_losses: dict[Version, list[str]], keep: Version) -> None:
+    sets = {version: [frozenset(lost) for lost in its] for version, its in fatal_losses.items()}
+    assert version_to_keep(sets) == keep
 
 
 @pytest.mark.parametrize(
