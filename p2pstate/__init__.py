@@ -54,6 +54,7 @@ Layout, from the top down (a file imports only what stands above it):
     feed.py                 the batches
     steps.py                the loop
     replicator.py           the public object
+    restart.py              a function that is run again, without replication
     worker/entering.py      an assignment -> torch prepared
     worker/attaching.py     a worker that torchrun started
     worker/main.py          from fork to exit
@@ -117,9 +118,10 @@ if sys.platform != "linux":
 
 if TYPE_CHECKING:
     from p2pstate.replicator import Replicator
+    from p2pstate.restart import restartable
 
 __version__ = "0.1.0"
-__all__ = ["Replicator", "init_process_group"]
+__all__ = ["Replicator", "init_process_group", "restartable"]
 
 
 def init_process_group(**kwargs: Any) -> None:
@@ -145,4 +147,8 @@ def __getattr__(name: str) -> Any:
         from p2pstate.replicator import Replicator
 
         return Replicator
+    if name == "restartable":
+        from p2pstate.restart import restartable
+
+        return restartable
     raise AttributeError(f"module 'p2pstate' has no attribute {name!r}")

@@ -60,6 +60,10 @@ class Replicator:
         recovery_timeout_s: float = 300.0,
     ) -> None:
         context = current()
+        if context.rerunning:
+            raise ConfigError(
+                "a Replicator inside a restartable function: it goes on in place by itself, without p2pstate.restartable"
+            )
         _check_groups()
         if every < 1:
             raise ValueError(f"every={every}: capture a version every 1 or more steps")

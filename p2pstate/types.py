@@ -83,6 +83,7 @@ class Start:
     FRESH = "fresh"  # no state anywhere: everybody starts the script connected
     IN_PLACE = "in_place"  # survivors stay in their process, newcomers join alone and pull
     RESTART = "restart"  # everybody starts the script again, connected, and resumes from the vaults
+    RERUN = "rerun"  # survivors call their function again, newcomers start the script, all connected
 
 
 @dataclass(frozen=True, slots=True)

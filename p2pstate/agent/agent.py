@@ -43,6 +43,7 @@ ERROR_GRACE_S = 1.0  # an error without a death: give the detector of deaths the
 VERDICT_LINGER_S = 0.7
 DONE_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 0.5
+STAYING = {Start.IN_PLACE: (Phase.LOOP, Phase.ALONE), Start.RERUN: (Phase.RERUN,)}  # who keeps its process in a round
 
 
 class Agent:
@@ -127,6 +128,7 @@ class Agent:
             "start_over": self._start_over,
             # Ranks that are on their way into the loop, or have left it, cannot be joined in place.
             "outside": bool(phases & {Phase.FRESH, Phase.DONE, Phase.FINISHED}) or self._some_finished,
+            "rerun": Phase.RERUN in phases,
             "has_state": any(record.version and record.version.step > 0 for record in self._vault.records()),
             "step": self._known_step,
         }
@@ -278,6 +280,9 @@ class Agent:
             worker.phase = Phase.LOOP
             self._loop_reached = True
 
+    def _on_rerunnable(self, worker: WorkerProcess) -> None:
+        worker.phase = Phase.RERUN
+
     def _on_resumed(self, worker: WorkerProcess, epoch: int, version: list[int]) -> None:
         worker.phase = Phase.LOOP
         self._loop_reached = True
@@ -343,9 +348,8 @@ class Agent:
         if given_up:
             self._declare(EXIT_RETRY, given_up)
             return
-        keep = start == Start.IN_PLACE and self._place is not None
         for worker in self._supervisor.assigned():
-            if keep and worker.phase in (Phase.LOOP, Phase.ALONE) and worker.rank in self._my_ranks():
+            if worker.phase in STAYING.get(start, ()) and worker.rank in self._my_ranks():
                 worker.epoch = self._info.epoch
                 self._supervisor.tell(worker, {"t": "round", "round": self._info.pack()})
             else:

@@ -10,6 +10,8 @@ from p2pstate.agent.job import Job
 
 __all__ = ["Budget"]
 
+LONG_ROUND_S = 60.0
+
 
 class Budget:
     """One per agent. Every agent counts for itself, and sees the same rounds."""
@@ -20,14 +22,18 @@ class Budget:
         self._num_rounds = 0  # since there was progress
         self._progress_at = 0.0  # when the first of those rounds began
         self._num_restarts = 0
+        self._round_at: float | None = None
 
     def round_begins(self, step: int, reason: str, now: float, *, first: bool) -> str:
-        """``step``: the newest one that anybody has committed; ``first``: of this node, which cannot be to blame.
+        """``step``: the newest one that anybody has committed, -1 where nobody counts steps (a long round is progress
+        then); ``first``: of this node, which cannot be to blame.
 
         Both limits must be passed: faults that come fast are survived, and so is one that takes long; only a loop is
         neither.
         """
-        if first or step > self._step_at_round:
+        lasted_s = now - self._round_at if self._round_at is not None else 0.0
+        self._round_at = now
+        if first or step > self._step_at_round or (step < 0 and lasted_s > LONG_ROUND_S):
             self._num_rounds, self._progress_at = 0, now
         self._step_at_round = step
         self._num_rounds += 1

@@ -23,6 +23,8 @@ def decide_start(previous: View | None, ballots: Iterable[Mapping[str, Any]]) ->
     step = max([int(ballot.get("step", -1)) for ballot in given] + [progress_of(previous)])
     if previous is None or Start.FRESH in asked:
         start = Start.FRESH
+    elif Start.RESTART not in asked and any(ballot.get("rerun") for ballot in given):
+        start = Start.RERUN
     elif Start.RESTART in asked or any(ballot.get("outside") for ballot in given):
         has_state = step > 0 or any(ballot.get("has_state") for ballot in given)
         start = Start.RESTART if has_state else Start.FRESH

@@ -41,6 +41,7 @@ class Phase(enum.Enum):
     FRESH = "fresh"  # runs the script connected, has not reached its loop
     ALONE = "alone"  # runs the script alone, has not joined yet
     LOOP = "loop"  # in its training loop
+    RERUN = "rerun"  # in a function that can be called again
     DONE = "done"  # has left its training loop at the agreed step
     FINISHED = "finished"  # its script ended well
 

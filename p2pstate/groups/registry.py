@@ -146,6 +146,12 @@ class Registry:
             if event is not None:
                 event.wait(max(0.0, deadline - time.monotonic()))
 
+    def clear(self) -> None:
+        """Let go of the groups as well: whoever made them makes them anew."""
+        self.release()
+        self._groups.clear()
+        self._ordinals.clear()
+
     def _build(self, key: str, members: tuple[int, ...], epoch: int, timeout: timedelta) -> Inner:
         store = self._meet(key, members, epoch, timeout)
         connections = Connections()

@@ -32,6 +32,7 @@ class WorkerContext:
     info: RoundInfo | None = None  # the round this process is in; None before a newcomer has joined one
     joining: bool = False  # inside recover.join: an abort cuts the replication group as well
     in_loop: bool = False  # shipping errors matter to the agent only while the loop runs
+    rerunning: bool = False  # inside a restartable function
     left_early: str = ""  # where a loop was left while its step was being discarded
 
     @property
