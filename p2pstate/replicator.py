@@ -62,7 +62,7 @@ class Replicator:
         context = current()
         if context.rerunning:
             raise ConfigError(
-                "a Replicator inside a restartable function: it goes on in place by itself, without p2pstate.restartable"
+                "a Replicator inside a restartable function: use it without p2pstate.restartable, it goes on in place"
             )
         _check_groups()
         if every < 1:
