@@ -1,0 +1,146 @@
+"""Several epochs of augmented samples with p2pstate.data.Loader. Run under p2prun, or alone, saving for itself.
+
+In: ``--out FOLDER --workers N [--kill STEP:RANK:WHAT ...]``, WHAT being rank, node or worker (of the rank's loader).
+Out, in the folder: what examples/outcome.py compares; positions are the indices of the samples and the bits of what
+their augmentation drew. Each kill happens once: a marker file says so. The step writes over its batch when it is done.
+
+``--alone``: no process group; after each step model and position are saved together, as a script without p2pstate's
+Replicator does it, and a next start goes on from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
+
+import p2pstate
+from outcome import Recorder, save_final_state
+from p2pstate.data import Loader, Sampler, Shuffled
+
+NUM_SAMPLES, BATCH, EPOCHS = 23, 2, 3
+
+
+class Augmented(torch.utils.data.Dataset[Any]):
+    """Index, and features that each stream has a part in."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Any:
+        drawn = [torch.rand(()).item(), random.random(), float(np.random.rand())]
+        return index, torch.tensor([index / NUM_SAMPLES, *drawn], dtype=torch.float64)
+
+
+def recorded(indices: torch.Tensor, features: torch.Tensor) -> list[int]:
+    return [*indices.tolist(), *struct.unpack(f"{features.numel()}q", features.numpy().tobytes())]
+
+
+class Kills:
+    def __init__(self, folder: Path, rank: int, loader: Loader, kills: list[str]) -> None:
+        self._folder, self._rank, self._loader, self._kills = folder, rank, loader, set(kills)
+
+    def reach(self, step: int) -> None:
+        for what in ("worker", "rank", "node"):
+            name = f"{step}:{self._rank}:{what}"
+            if name not in self._kills:
+                continue
+            try:
+                os.close(os.open(self._folder / f"killed-{name}", os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+            except FileExistsError:
+                continue
+            if what == "node":
+                os.kill(int(os.environ["P2PSTATE_AGENT_PID"]), signal.SIGKILL)
+            for pid in self._loader.worker_pids[:1] if what == "worker" else [os.getpid()]:
+                os.kill(pid, signal.SIGKILL)
+
+
+def build(options: argparse.Namespace, rank: int, num_ranks: int) -> tuple[nn.Module, torch.optim.Optimizer, Loader]:
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1)).double()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    sampler = Sampler(Shuffled(NUM_SAMPLES, seed=7), BATCH, rank=rank, num_ranks=num_ranks, tail="pad")
+    loader = Loader(Augmented(), batch_sampler=sampler, num_workers=options.workers, seed=7, epochs=EPOCHS)
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(rank)
+    return model, optimizer, loader
+
+
+def replicated(options: argparse.Namespace) -> None:
+    p2pstate.init_process_group()
+    rank = dist.get_rank()
+    model, optimizer, loader = build(options, rank, dist.get_world_size())
+    net = DistributedDataParallel(model)
+    record, kills = Recorder(options.out, rank), Kills(options.out, rank, loader, options.kill)
+    state = p2pstate.Replicator(net, optimizer, data=loader)
+
+    def train_step(batch: list[torch.Tensor]) -> torch.Tensor:
+        step = state.committed_step + 1
+        if not state.rehearsing:
+            record.delivered(step, recorded(*batch))
+        loss = net(batch[1]).square().mean()
+        if not state.rehearsing:
+            kills.reach(step)
+        loss.backward()
+        for tensor in batch:
+            tensor.zero_()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for step, loss in state.run(train_step):
+        record.committed(step, loss.item())
+    save_final_state(options.out, rank, model, optimizer, loader)
+
+
+def alone(options: argparse.Namespace) -> None:
+    model, optimizer, loader = build(options, 0, 1)
+    record, kills = Recorder(options.out, 0), Kills(options.out, 0, loader, options.kill)
+    saved, step = options.out / "saved.pt", 0
+    if saved.exists():
+        state = torch.load(saved, weights_only=False)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        loader.load_state_dict(state["loader"])
+        torch.set_rng_state(state["rng"])
+        step = state["step"]
+    for batch in loader:
+        step += 1
+        record.delivered(step, recorded(*batch))
+        loss = model(batch[1]).square().mean()
+        kills.reach(step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        record.committed(step, loss.item())
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "loader": loader.state_dict()}
+        torch.save({**state, "rng": torch.get_rng_state(), "step": step}, saved.with_suffix(".partial"))
+        saved.with_suffix(".partial").replace(saved)
+    save_final_state(options.out, 0, model, optimizer, loader)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--kill", action="append", default=[], metavar="STEP:RANK:WHAT")
+    parser.add_argument("--alone", action="store_true")
+    options = parser.parse_args()
+    (alone if options.alone else replicated)(options)
+
+
+if __name__ == "__main__":
+    main()
