@@ -41,6 +41,7 @@ Layout, from the top down (a file imports only what stands above it):
     groups/registry.py      all groups, connected together
     groups/gate.py          the vote
     groups/install.py       torch's entry points
+    settings.py             what all ranks ask for alike
     worker/link.py          the line to the agent
     worker/context.py       this worker's place in the run
     capture.py              live state -> own slots
@@ -69,6 +70,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/budget.py         pure: how often a run may fail
     agent/rounds.py         pure: how a round begins
     agent/sentences.py      what a person reads
+    agent/weaknesses.py
     agent/requests.py       what workers ask of their agent
     agent/agent.py          rendezvous, vault and workers together
     agent/companion.py      the vault of a torchrun node

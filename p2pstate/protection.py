@@ -16,6 +16,7 @@ from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.groups.waiting import ABANDON_AFTER_S
 from p2pstate.replicate import Shipper
+from p2pstate.settings import Settings
 from p2pstate.state import TrainingState
 from p2pstate.stats import ProtectionStats
 from p2pstate.types import Version
@@ -31,14 +32,14 @@ DRAIN_S = 0.5  # how long copies that are under way may still arrive after a fau
 class Protection:
     """Used from the training thread only."""
 
-    def __init__(self, context: WorkerContext, state: TrainingState, *, every: int, max_overhead: float) -> None:
+    def __init__(self, context: WorkerContext, state: TrainingState, settings: Settings) -> None:
+        self.settings = settings
         self._context = context
         self._state = state
-        self._max_overhead = max_overhead
         self._capturer = Capturer(context.link, context.rank, context.places)
         self.stats = ProtectionStats()
         self._shipper = self._make_shipper()
-        self._course = Course(every)
+        self._course = Course(settings.every)
         self._captured_since_vote = False
         self._num_skipped_before_captured = 0  # between the version that is kept and the one captured last
 
@@ -101,7 +102,7 @@ class Protection:
             return
         began = time.monotonic()
         # Before the first version has arrived there is nothing to fall back to: training begins protected.
-        self._shipper.wait(self._max_overhead * step_s if self.protected is not None else FIRST_VERSION_WAIT_S)
+        self._shipper.wait(self.settings.max_overhead * step_s if self.protected is not None else FIRST_VERSION_WAIT_S)
         self.stats.wait_s.append(time.monotonic() - began)
 
     def drain(self, timeout_s: float) -> None:
@@ -123,6 +124,6 @@ class Protection:
         self._pairing = context.buddies, context.wards
         return Shipper(context.link, *self._pairing, self._shipping_failed, self.stats)
 
-    def _shipping_failed(self, epoch: int, error: BaseException) -> None:
+    def _shipping_failed(self, epoch: int, error: Exception) -> None:
         if STATUS.error is None and epoch == STATUS.epoch and self._context.in_loop:
             self._context.link.send("error", epoch=epoch, text=f"replication: {error}")

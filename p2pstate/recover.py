@@ -23,11 +23,12 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError, ReduceOp
 
 from p2pstate.capture import read_image
-from p2pstate.errors import P2PStateError, Retryable
+from p2pstate.errors import ConfigError, P2PStateError, Retryable
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.transport import Incoming, Outgoing, Payload
 from p2pstate.groups.waiting import call, wait_collective
 from p2pstate.plan_recovery import Fetch, Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
+from p2pstate.settings import Settings
 from p2pstate.slots import Slot, digest_of
 from p2pstate.state import TrainingState
 from p2pstate.trace import Row
@@ -86,6 +87,7 @@ def join(
     registry: Registry,
     state: TrainingState,
     report: RankReport,
+    settings: Settings,
     phases: Phases,
     row: Row,
     join_timeout_s: float,
@@ -94,7 +96,8 @@ def join(
     """Bring this process into ``info``; ``connected``: its groups have this round's connections already; ``row`` shows
     the agent what all ranks do together.
 
-    Raises MustStartOver when no version can be resumed in place, LostError when there is none any more; Retryable,
+    Raises MustStartOver when no version can be resumed in place, LostError when there is none any more; ConfigError in
+    a newcomer that asks for other settings than those who are there; Retryable,
     DistStoreError or RuntimeError when the round ends or a member fails meanwhile: join the next round then.
     """
     assert registry.make_store is not None
@@ -105,13 +108,13 @@ def join(
 
     row.begin(info.epoch)
     with phases.phase("spare"), row.inside("meet"):
-        reports = _meet(store, info, report, join_timeout_s)
+        reports = _meet(store, info, report, settings, join_timeout_s)
     with phases.phase("groups"), row.inside("connect"):
         if not connected:
             registry.attach(call(lambda: registry.build(info.epoch), is_over, "connecting"))
     slots = _LocalSlots(link)
     with row.inside("plan"):
-        plan = _agree(store, info, link, report.rank, reports, slots, phases)
+        plan = _agree(store, info, link, report.rank, reports, settings.copies, slots, phases)
     mine = plan.of(report.rank)
     with phases.phase("pull"), row.inside("pull"):
         images = call(lambda: _move(plan, report.rank, slots, registry), is_over, "pulling")
@@ -133,14 +136,25 @@ def join(
     return Joined(plan.version, plan.keep, plan.steps_lost, source, pulled, plan.reason, min(ends, default=None))
 
 
-def _meet(store: Store, info: RoundInfo, report: RankReport, timeout_s: float) -> dict[int, RankReport]:
+def _meet(
+    store: Store, info: RoundInfo, report: RankReport, settings: Settings, timeout_s: float
+) -> dict[int, RankReport]:
     """Wait until every rank has stopped what it did before: from here on no slot changes."""
     raw = [report.rank, report.newcomer, report.num_warm_steps, report.committed_step, report.ended_at]
-    store.set(f"join/{report.rank}", msgpack.packb(raw))
+    store.set(f"join/{report.rank}", msgpack.packb([raw, settings.pack()]))
     keys = [f"join/{rank}" for rank in range(info.world_size)]
     store.wait(keys, timedelta(seconds=timeout_s))
-    reports = [RankReport(*msgpack.unpackb(store.get(key))) for key in keys]
-    return {each.rank: each for each in reports}
+    reports: dict[int, RankReport] = {}
+    for rank, key in enumerate(keys):
+        its, theirs = msgpack.unpackb(store.get(key))
+        reports[rank] = RankReport(*its)
+        try:
+            settings.check_same(report.rank, theirs, rank)
+        except ConfigError as error:
+            if report.newcomer:
+                raise  # it ends, and all start again together: then its arguments are everybody's
+            raise Retryable(str(error)) from None
+    return reports
 
 
 def _agree(
@@ -149,6 +163,7 @@ def _agree(
     link: Link,
     rank: int,
     reports: dict[int, RankReport],
+    copies: int,
     slots: _LocalSlots,
     phases: Phases,
 ) -> Plan:
@@ -164,7 +179,7 @@ def _agree(
         turns += [Lineage(epoch, Version(*version)) for epoch, version in lineage]
     corrupt: frozenset[tuple[str, int]] = frozenset()
     for attempt in range(len(records) + 1):
-        plan = plan_recovery(info, reports, records, turns, corrupt)
+        plan = plan_recovery(info, reports, records, turns, corrupt, copies=copies)
         if isinstance(plan, StartOver):
             raise MustStartOver(plan)
         if isinstance(plan, StateLost):

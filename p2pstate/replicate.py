@@ -55,7 +55,7 @@ class Shipper:
         link: Link,
         buddies: Sequence[int],
         wards: Sequence[int],
-        on_error: Callable[[int, BaseException], None],
+        on_error: Callable[[int, Exception], None],
         stats: ProtectionStats,
     ) -> None:
         self._stats = stats
@@ -112,11 +112,12 @@ class Shipper:
                 job = self._job
             if self._cancelled or job is None:
                 return
+            told = _Told(self._on_error, job.transport.epoch)
             try:
-                version = self._do(job)
+                version = self._do(job, told)
             except Exception as error:
                 self._finish(None)
-                self._on_error(job.transport.epoch, error.with_traceback(None))
+                told(error)
             else:
                 self._stats.protected_s.append(time.monotonic() - job.began)
                 self._finish(version)
@@ -129,7 +130,7 @@ class Shipper:
             self._job = None
             self._changed.notify_all()
 
-    def _do(self, job: _Job) -> Version:
+    def _do(self, job: _Job, told: _Told) -> Version:
         own = next(image for image in job.images if image.part.kind == "own")
         shared: dict[Part, bytes] = {}
         for image in job.images:
@@ -145,6 +146,7 @@ class Shipper:
         job.transport.exchange(
             [Outgoing(buddy, head, payload) for buddy in self._buddies],
             [Incoming(arrival.ward, arrival.accept, arrival.arrived) for arrival in arrivals],
+            told,  # of one lost transfer at once: the others may still take long
         )
         self._stats.num_shipped_bytes += own.num_bytes * len(self._buddies)
         return own.version
@@ -154,6 +156,20 @@ class Shipper:
 
     def differ(self, part: Part, other: int, version: Version) -> None:
         self._link.send("event", kind="replicas_differ", part=str(part), other=other, version=list(version))
+
+
+class _Told:
+    """Passes the first error of one version on, no other."""
+
+    def __init__(self, on_error: Callable[[int, Exception], None], epoch: int) -> None:
+        self._on_error = on_error
+        self._epoch = epoch
+        self._first: Exception | None = None
+
+    def __call__(self, error: Exception) -> None:
+        if self._first is None:
+            self._first = error.with_traceback(None)
+            self._on_error(self._epoch, error)
 
 
 class _Arrival:

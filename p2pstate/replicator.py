@@ -17,8 +17,10 @@ from p2pstate.block import StepBlock
 from p2pstate.errors import ConfigError
 from p2pstate.feed import LoopPosition
 from p2pstate.groups.group import P2PGroup
+from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.protection import Protection
+from p2pstate.settings import Settings, agree
 from p2pstate.state import TrainingState
 from p2pstate.stats import ProtectionStats
 from p2pstate.steps import Loop
@@ -39,13 +41,17 @@ class Replicator:
         extra: plain values (numbers, strings, lists, dictionaries) of the training loop itself; captured and restored
             with the rest, in place. Also reachable as ``state.extra``.
         rng: capture the random state of Python, NumPy and torch.
+        copies: how many copies of each rank's shard there are besides the own node's, 1 to 3, each on another node: a
+            version is protected when all are complete, and then outlives the loss of as many nodes at once. With fewer
+            nodes there are fewer copies, and the agents say so.
         every: capture a version every so many steps.
         max_overhead: the fraction of a step that a rank waits for the previous version to arrive before all ranks
             skip the next capture together.
         recovery_timeout_s: how long a rank waits for the others in each phase of a recovery.
 
     Raises:
-        ConfigError: the process was not started by p2pstate, or its process groups are not p2pstate's.
+        ConfigError: the process was not started by p2pstate, its process groups are not p2pstate's, or other ranks
+            were given other arguments.
         ValueError, LeafError: a component cannot be captured exactly; the message names it.
     """
 
@@ -55,6 +61,7 @@ class Replicator:
         data: Any = None,
         extra: MutableMapping[str, Any] | None = None,
         rng: bool = True,
+        copies: int = 1,
         every: int = 1,
         max_overhead: float = 0.02,
         recovery_timeout_s: float = 300.0,
@@ -65,10 +72,7 @@ class Replicator:
                 "a Replicator inside a restartable function: use it without p2pstate.restartable, it goes on in place"
             )
         _check_groups()
-        if every < 1:
-            raise ValueError(f"every={every}: capture a version every 1 or more steps")
-        if not 0 <= max_overhead < 1:
-            raise ValueError(f"max_overhead={max_overhead}: a fraction of the step time, 0 or more and below 1")
+        settings = Settings(every=every, max_overhead=max_overhead, copies=copies)
         models = [c for c in components if isinstance(c, torch.nn.Module)]
         optimizers = [c for c in components if isinstance(c, torch.optim.Optimizer)]
         objects: dict[str, Any] = {}
@@ -89,7 +93,12 @@ class Replicator:
         self.extra: MutableMapping[str, Any] = {} if extra is None else extra
         objects["loop"] = position = LoopPosition()
         state = TrainingState(models, optimizers, objects, extra=self.extra, rng=rng)
-        protection = Protection(context, state, every=every, max_overhead=max_overhead)
+        if context.info is not None:  # started with all others: who joins later is told when it does
+            assert REGISTRY.make_store is not None
+            agree(REGISTRY.make_store(context.info.epoch), context.rank, settings, recovery_timeout_s)
+        context.copies = copies
+        context.link.send("copies", copies=copies)
+        protection = Protection(context, state, settings)
         self._loop = Loop(
             context, state, models, optimizers, data, position, protection, recovery_timeout_s=recovery_timeout_s
         )

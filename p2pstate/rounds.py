@@ -101,7 +101,8 @@ class Rounds:
         context.joining = True
         try:
             row = STATUS.trace.row(JOIN)
-            joined = join(info, link, REGISTRY, self._state, report, phases, row, self._recovery_timeout_s, connected)
+            settings, limit_s = self._protection.settings, self._recovery_timeout_s
+            joined = join(info, link, REGISTRY, self._state, report, settings, phases, row, limit_s, connected)
         except MustStartOver as error:
             link.send("start_over", epoch=info.epoch, start=error.decision.start, reason=error.decision.reason)
         except LostError as error:

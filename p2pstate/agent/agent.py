@@ -28,8 +28,8 @@ from p2pstate.agent.rounds import assignment, decide_start, progress_of, ranks_o
 from p2pstate.agent.sentences import Sentences
 from p2pstate.agent.supervisor import Failure, Phase, Supervisor, WorkerProcess, describe_status
 from p2pstate.agent.watchdog import Watchdog
+from p2pstate.agent.weaknesses import Weaknesses
 from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY, EXIT_STATE_LOST
-from p2pstate.placement import weaknesses
 from p2pstate.types import RoundInfo, Start
 from p2pstate.vault import Vault
 from rendezvous.channel import Message
@@ -85,7 +85,7 @@ class Agent:
         self._early_deaths = 0
         self._waiting_timer: Timer | None = None
         self._waiting_reason = ""
-        self._weaknesses: list[str] = []  # of the newest view
+        self._weaknesses = Weaknesses(self.events)
         self.verdict: Verdict | None = None
 
     def run(self) -> int:
@@ -158,20 +158,11 @@ class Agent:
             f", spare {', '.join(spares)}" if spares else ""
         )
         self.events.emit("view", f"{sentence} ({view.reason})", reason=view.reason, **fields)
-        self._tell_weaknesses(view)
+        self._weaknesses.on_round(round_info(view, start, self._config.run_id, self._job.num_workers))
         if new_round:
             self._begin_round(view, start)
         elif self._wants_round:
             self.node.propose(self._wants_round)  # decided from ballots that did not know yet
-
-    def _tell_weaknesses(self, view: View) -> None:
-        """What the copies on these nodes do not protect from, once each while it lasts."""
-        info = round_info(view, Start.IN_PLACE, self._config.run_id, self._job.num_workers)
-        found = weaknesses([worker.node for worker in info.workers], labels=info.labels)
-        for text in found:
-            if text not in self._weaknesses:
-                self.events.emit("weakness", text, text=text)
-        self._weaknesses = found
 
     def on_waiting(self, reason: str) -> None:
         if self.verdict is not None:
@@ -282,6 +273,9 @@ class Agent:
 
     def _on_rerunnable(self, worker: WorkerProcess) -> None:
         worker.phase = Phase.RERUN
+
+    def _on_copies(self, worker: WorkerProcess, copies: int) -> None:
+        self._weaknesses.on_copies(copies)
 
     def _on_resumed(self, worker: WorkerProcess, epoch: int, version: list[int]) -> None:
         worker.phase = Phase.LOOP

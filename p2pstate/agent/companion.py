@@ -23,8 +23,8 @@ from p2pstate.agent.output import Writer
 from p2pstate.agent.requests import Requests
 from p2pstate.agent.rounds import assignment, decide_restart, progress_of, round_info
 from p2pstate.agent.sentences import Sentences
+from p2pstate.agent.weaknesses import Weaknesses
 from p2pstate.errors import EXIT_STATE_LOST
-from p2pstate.placement import weaknesses
 from p2pstate.types import RoundInfo, Start
 from p2pstate.vault import Vault
 from rendezvous.channel import Channel, Message
@@ -75,7 +75,7 @@ class VaultKeeper:
         self._known_step = -1
         self._wants_round = ""
         self._start_over = ""
-        self._weaknesses: list[str] = []
+        self._weaknesses = Weaknesses(self._events)
 
     # -- rendezvous.companion.Companion
 
@@ -168,11 +168,7 @@ class VaultKeeper:
         self._host.tell(worker.channel, message)
         fields = {"rank": worker.rank, "local_rank": message["local_rank"], "pid": worker.pid, "warm": False}
         self._events.emit("worker_started", **fields)
-        found = weaknesses([each.node for each in info.workers], labels=info.labels)
-        for text in found:
-            if text not in self._weaknesses:
-                self._events.emit("weakness", text, text=text)
-        self._weaknesses = found
+        self._weaknesses.on_round(info)
 
     def _is_free(self, worker: _Worker) -> bool:
         """Whether nobody else can write into this rank's memory any more. Ends who still could, and asks again then."""
@@ -194,6 +190,9 @@ class VaultKeeper:
         self._assign_places()
 
     # -- what workers say (see worker/link.py and steps.py)
+
+    def _on_copies(self, worker: _Worker, copies: int) -> None:
+        self._weaknesses.on_copies(copies)
 
     def _on_resumed(self, worker: _Worker, epoch: int, version: list[int]) -> None:
         self._lineage[epoch] = version

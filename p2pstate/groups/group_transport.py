@@ -25,6 +25,7 @@ from p2pstate.groups.transport import (
     DIGEST_BYTES,
     FRAME_BYTES,
     Incoming,
+    OnError,
     Outgoing,
     TransferFailed,
     accepted,
@@ -50,11 +51,18 @@ class GroupTransport:
         self._staging: dict[tuple[str, int], torch.Tensor] = {}
         self._cut = False
 
-    def exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> None:
+    def exchange(
+        self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], on_error: OnError = lambda error: None
+    ) -> None:
         try:
             self._exchange(outgoing, incoming)
-        except RuntimeError as error:
-            raise TransferFailed(f"a transfer over {self.name} failed: {error}") from None
+        except Exception as error:  # the first one ends the whole exchange
+            if isinstance(error, RuntimeError):
+                failed: Exception = TransferFailed(f"a transfer over {self.name} failed: {error}")
+            else:
+                failed = error.with_traceback(None)
+            on_error(failed)
+            raise failed from None
 
     def cut(self) -> None:
         self._cut = True

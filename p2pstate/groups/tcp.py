@@ -23,6 +23,7 @@ from p2pstate.groups.transport import (
     DIGEST_BYTES,
     FRAME_BYTES,
     Incoming,
+    OnError,
     Outgoing,
     TransferFailed,
     accepted,
@@ -50,7 +51,9 @@ class TcpTransport:
         self._busy = self._released = False
         self._gone = threading.Event()
 
-    def exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> None:
+    def exchange(
+        self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], on_error: OnError = lambda error: None
+    ) -> None:
         with self._lock:
             if self._released:
                 raise TransferFailed("a transfer was not begun: the round is over")
@@ -65,7 +68,7 @@ class TcpTransport:
                 receives.setdefault(message.sender, []).append(message)
             tasks = [partial(self._send_all, rank, messages) for rank, messages in sends.items()]
             tasks += [partial(self._receive_all, rank, expected) for rank, expected in receives.items()]
-            self._threads.run(tasks)
+            self._threads.run(tasks, on_error)
         finally:
             self._leave()
 
@@ -204,9 +207,9 @@ class _Threads:
         self._queue: queue.SimpleQueue[tuple[Task, _Joint] | None] = queue.SimpleQueue()
         self._num_threads = 0
 
-    def run(self, tasks: Sequence[Task]) -> None:
-        """Returns once all have ended; raises the first error."""
-        joint = _Joint(len(tasks))
+    def run(self, tasks: Sequence[Task], on_error: OnError) -> None:
+        """Returns once all have ended; raises the first error, and tells ``on_error`` of it at once."""
+        joint = _Joint(len(tasks), on_error)
         while self._num_threads < len(tasks) - 1:
             threading.Thread(target=self._work, name="p2pstate-bulk", daemon=True).start()
             self._num_threads += 1
@@ -230,21 +233,26 @@ class _Threads:
 class _Joint:
     """Waits for several tasks; keeps the first error."""
 
-    def __init__(self, num_tasks: int) -> None:
+    def __init__(self, num_tasks: int, on_error: OnError) -> None:
         self._left = threading.Semaphore(0)
         self._num_tasks = num_tasks
-        self._errors: list[BaseException] = []
+        self._on_error = on_error
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
 
     def run(self, task: Task) -> None:
         try:
             task()
-        except BaseException as error:
-            self._errors.append(error.with_traceback(None))  # its frames hold memory of slots
+        except Exception as error:
+            with self._lock:
+                first, self._error = self._error is None, self._error or error.with_traceback(None)
+            if first:  # without its frames, which hold memory of slots
+                self._on_error(error)
         finally:
             self._left.release()
 
     def wait(self) -> None:
         for _ in range(self._num_tasks):
             self._left.acquire()  # every task ends by itself: at the latest when its connection has been silent
-        if self._errors:
-            raise self._errors[0]
+        if self._error is not None:
+            raise self._error

@@ -20,13 +20,16 @@ import xxhash
 
 from p2pstate.errors import Retryable
 
-__all__ = ["DIGEST_BYTES", "FRAME_BYTES", "Incoming", "Outgoing", "Payload", "TransferFailed", "Transport"]
+__all__ = ["DIGEST_BYTES", "FRAME_BYTES", "Incoming", "OnError", "Outgoing", "Payload", "TransferFailed", "Transport"]
 
 DIGEST_BYTES = 16
 MAX_HEAD_BYTES = 1 << 20
 _MAGIC = b"p2pbulk1"
 _FRAME = struct.Struct("<8sQQ")  # magic, bytes of the head, bytes of the body
 FRAME_BYTES = _FRAME.size
+
+
+OnError = Callable[[Exception], None]
 
 
 class TransferFailed(Retryable):
@@ -96,11 +99,14 @@ class Transport(Protocol):
     name: str
     epoch: int
 
-    def exchange(self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming]) -> None:
+    def exchange(
+        self, outgoing: Sequence[Outgoing], incoming: Sequence[Incoming], on_error: OnError = lambda error: None
+    ) -> None:
         """Move all messages; returns when the last one has arrived or been handed over.
 
         Every rank must expect exactly what the others send it. One exchange at a time. Raises the first error
-        (TransferFailed, or what ``accept`` or ``arrived`` raised) once every message has moved or failed.
+        (TransferFailed, or what ``accept`` or ``arrived`` raised) once every message has moved or failed; ``on_error``
+        is called with it as soon as it is known, on some thread, while the others may still move for long.
         """
         ...
 

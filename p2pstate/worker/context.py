@@ -33,6 +33,7 @@ class WorkerContext:
     joining: bool = False  # inside recover.join: an abort cuts the replication group as well
     in_loop: bool = False  # shipping errors matter to the agent only while the loop runs
     rerunning: bool = False  # inside a restartable function
+    copies: int = 1  # of each shard, besides the own node's
     left_early: str = ""  # where a loop was left while its step was being discarded
 
     @property
@@ -42,7 +43,7 @@ class WorkerContext:
 
     @property
     def wards(self) -> tuple[int, ...]:
-        """The ranks whose shards this rank's node keeps, as many as there are buddies."""
+        """The ranks whose shards this rank keeps on its node, as many as there are buddies."""
         return wards(self._partners)[self.rank]
 
     @property
@@ -53,8 +54,8 @@ class WorkerContext:
     @property
     def _partners(self) -> list[tuple[int, ...]]:
         if self.info is None:
-            return partners([f"place {place}" for place in self.places])
-        return partners([worker.node for worker in self.info.workers], labels=self.info.labels)
+            return partners([f"place {place}" for place in self.places], self.copies)
+        return partners([worker.node for worker in self.info.workers], self.copies, self.info.labels)
 
     def watch(self, registry: Registry, status: Status) -> None:
         """Connect errors, aborts and connections: whatever happens first frees every blocked thread."""

@@ -5,8 +5,13 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from cluster import Cluster
+import torch
 
+from cluster import Cluster
+from p2pstate.placement import partners
+
+PARALLEL = str(Path(__file__).with_name("scripts") / "parallel.py")
+NUM_STEPS = 10
 DEADLINE_S = 120.0  # only a hang takes this long
 
 
@@ -37,6 +42,67 @@ def test_nodes_with_rack_labels_have_their_partners_in_other_racks(tmp_path: Pat
         end(cluster)
     partner = {f"node{index}": (tmp_path / f"node{index}").read_text() for index in range(4)}
     assert all(racks[int(node[-1])] != racks[int(other[-1])] for node, other in partner.items()), partner
+
+
+def train(folder: Path, kill: str, environ: dict[str, str], spares: int, *settings: str) -> list[dict[str, object]]:
+    """FSDP2 on four nodes of one worker; returns the events. The final states are in the folder."""
+    folder.mkdir()
+    script = [PARALLEL, "fsdp_uneven", str(folder), str(NUM_STEPS), kill, *settings]
+    with Cluster(folder / "run", script, num_training=4, num_spares=spares, num_workers=1, environ=environ) as cluster:
+        deadline = time.monotonic() + DEADLINE_S
+        while cluster.running() and time.monotonic() < deadline:
+            for node in cluster.nodes.values():
+                node.killed = node.killed or node.process.poll() == -9
+            time.sleep(0.02)
+        end(cluster)
+        return cluster.events.new()
+
+
+def test_two_nodes_that_hold_each_others_shard_die_at_once_and_two_copies_outlive_it(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    pairing = partners([f"node{rank}" for rank in range(4)], copies=2)
+    assert 2 in pairing[1]
+    assert partners([f"node{rank}" for rank in range(4)])[1] == (3,), "with one copy, another rank holds it"
+    train(tmp_path / "undisturbed", "-", fork_server, 0)
+    events = train(tmp_path / "killed", "6:1,2:node", fork_server, 2, "copies=2")
+    assert len(list((tmp_path / "killed").glob("killed-*"))) == 2
+    for rank in range(4):
+        found, expected = (torch.load(tmp_path / run / f"final-{rank}.pt") for run in ("killed", "undisturbed"))
+        assert len(found["state"]) == len(expected["state"])
+        assert all(map(torch.equal, found["state"], expected["state"])), f"rank {rank} differs"
+    sources = {event["rank"]: event["source"] for event in events if event["event"] == "recovery"}
+    assert sources == {0: "survivor", 1: "buddy", 2: "buddy", 3: "survivor"}
+    assert [event for event in events if event["event"] == "weakness"] == []
+
+
+def test_fewer_nodes_than_copies_ask_for_are_said_and_trained_on(tmp_path: Path, fork_server: dict[str, str]) -> None:
+    script = [PARALLEL, "fsdp_uneven", str(tmp_path), "2", "-", "copies=3"]
+    with Cluster(tmp_path / "run", script, num_training=2, num_spares=0, num_workers=1, environ=fork_server) as cluster:
+        end(cluster)
+        told = {event["text"] for event in cluster.events.new() if event["event"] == "weakness"}
+    assert told == {"copies=3 needs 4 nodes and there are 2: each shard has 1 besides its own node's"}
+
+
+def test_ranks_that_ask_for_different_numbers_of_copies_end_the_run_with_both(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, torch, p2pstate\n"
+        "p2pstate.init_process_group()\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "p2pstate.Replicator(model, optimizer, copies=1 + int(os.environ['RANK']))\n"
+    )
+    with Cluster(
+        tmp_path / "run", [str(script)], num_training=2, num_spares=0, num_workers=1, environ=fork_server
+    ) as cluster:
+        deadline = time.monotonic() + DEADLINE_S
+        while cluster.running() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert set(cluster.exit_codes().values()) == {78}, cluster.log_tails()
+        assert "rank 1 asks for copies=2 and rank 0 for copies=1" in cluster.log_tails()
 
 
 def test_node_that_is_alone_says_what_its_copies_do_not_protect_from(

@@ -169,6 +169,33 @@ def test_message_that_is_refused_frees_its_sender(pair: list[TcpTransport], afte
     assert str(received) == "not what was expected"
 
 
+def test_lost_transfer_is_told_while_another_one_of_the_same_exchange_still_moves() -> None:
+    transports = connected(3)
+    told: list[Exception] = []
+    heard, freed = threading.Event(), []
+
+    def on_error(error: Exception) -> None:
+        told.append(error)
+        heard.set()
+
+    def send() -> None:
+        body = Payload(body_of(LARGE))  # rank 1 does not read it, rank 2 is gone
+        transports[0].exchange([Outgoing(1, b"", body), Outgoing(2, b"", body)], [], on_error)
+
+    def watch() -> bool:
+        was_told = heard.wait(FREE_S)
+        freed.append(transports[0].release().is_set())
+        return was_told
+
+    transports[2].cut()
+    error, was_told = at_once(send, watch)
+    assert was_told
+    assert freed == [False], "nothing moved any more when the error was told"
+    assert isinstance(error, TransferFailed)
+    assert told == [error]
+    assert all(transport.release().wait(FREE_S) for transport in transports)
+
+
 @pytest.mark.parametrize("sent", [b"", b"p2p", b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n" * 2])
 def test_stream_that_is_cut_short_or_no_message_is_an_error(pair: list[TcpTransport], sent: bytes) -> None:
     def send() -> None:

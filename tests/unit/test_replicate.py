@@ -72,7 +72,7 @@ class Rank:
         self.rank = rank
         self.vault = Vault(f"n{rank}")
         self.stats = ProtectionStats()
-        self.errors: list[BaseException] = []
+        self.errors: list[Exception] = []
         agent, sock = Channel.pair()
         agent.set_blocking()
         threading.Thread(target=self._serve, args=(agent,), daemon=True).start()

@@ -1,7 +1,7 @@
 """A small model under one of several parallelisms; kills itself once at a given step, leaves its final state.
 
-Arguments: form (hsdp, fsdp_tp, fsdp_uneven, ddp_subgroup), folder, steps, and where to die: "STEP:RANK" or
-"STEP:RANK:node", or "-".
+Arguments: form (hsdp, fsdp_tp, fsdp_uneven, ddp_subgroup), folder, steps, where to die ("STEP:RANKS" or
+"STEP:RANKS:node", ranks with commas, or "-"), and for the Replicator NAME=NUMBER.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ def main() -> None:
     model, seed = build(form, rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = Data(seed, 13 if form == "fsdp_uneven" else 16)
-    state = p2pstate.Replicator(model, optimizer, data=data)
+    settings = {name: int(number) for name, _, number in (text.partition("=") for text in sys.argv[5:])}
+    state = p2pstate.Replicator(model, optimizer, data=data, **settings)
 
     def train_step(batch: torch.Tensor) -> torch.Tensor:
         noise = torch.rand(()).expand(1) if form != "fsdp_tp" else torch.zeros(1)
@@ -111,10 +112,10 @@ def main() -> None:
 
 def die_once(kill: str, step: int, rank: int, folder: Path) -> None:
     parts = kill.split(":")
-    if (step, rank) != (int(parts[0]), int(parts[1])):
+    if step != int(parts[0]) or str(rank) not in parts[1].split(","):
         return
     try:
-        os.close(os.open(folder / "killed", os.O_CREAT | os.O_EXCL))
+        os.close(os.open(folder / f"killed-{rank}", os.O_CREAT | os.O_EXCL))
     except FileExistsError:
         return
     if parts[2:] == ["node"]:

@@ -1,0 +1,37 @@
+"""What the copies on the nodes of a round do not protect from, told once each while it lasts.
+
+In: rounds, and how many copies the workers ask for. Out: ``weakness`` events (see placement.weaknesses).
+"""
+
+from __future__ import annotations
+
+from p2pstate.agent.events import EventLog
+from p2pstate.placement import weaknesses
+from p2pstate.types import RoundInfo
+
+__all__ = ["Weaknesses"]
+
+
+class Weaknesses:
+    def __init__(self, events: EventLog) -> None:
+        self._events = events
+        self._copies = 1  # until a worker has made its Replicator
+        self._info: RoundInfo | None = None
+        self._told: list[str] = []
+
+    def on_round(self, info: RoundInfo) -> None:
+        self._info = info
+        self._tell()
+
+    def on_copies(self, copies: int) -> None:
+        self._copies = copies
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._info is None:
+            return
+        found = weaknesses([worker.node for worker in self._info.workers], self._copies, self._info.labels)
+        for text in found:
+            if text not in self._told:
+                self._events.emit("weakness", text, text=text)
+        self._told = found

@@ -1,0 +1,63 @@
+"""What every rank of a run has to ask for alike, and the check that all did.
+
+In: arguments of a Replicator. Out: one frozen value, valid, and the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any
+
+import msgpack
+from torch._C._distributed_c10d import Store
+
+from p2pstate.errors import ConfigError
+from p2pstate.placement import MAX_COPIES
+
+__all__ = ["Settings", "agree"]
+
+_KEY = "replicator/settings"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """See Replicator. Raises ValueError for a value that has no meaning."""
+
+    every: int = 1
+    max_overhead: float = 0.02
+    copies: int = 1
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every={self.every}: capture a version every 1 or more steps")
+        if not 0 <= self.max_overhead < 1:
+            raise ValueError(f"max_overhead={self.max_overhead}: a fraction of the step time, 0 or more and below 1")
+        if self.copies not in range(1, MAX_COPIES + 1):
+            raise ValueError(
+                f"copies={self.copies}: 1 to {MAX_COPIES} copies can be kept besides the own node's, each on another "
+                "node; as many nodes may be lost at once"
+            )
+
+    def pack(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def check_same(self, rank: int, theirs: dict[str, Any], their_rank: int) -> None:
+        """Raises ConfigError when this rank and another one ask for different things."""
+        mine = self.pack()
+        different = [name for name in mine if mine[name] != theirs.get(name)]
+        if different:
+            name = different[0]
+            raise ConfigError(
+                f"rank {rank} asks for {name}={mine[name]!r} and rank {their_rank} for {name}={theirs.get(name)!r}: "
+                "give Replicator(...) the same arguments on every rank"
+            )
+
+
+def agree(store: Store, rank: int, settings: Settings, timeout_s: float) -> None:
+    """All ranks call this once in a round. Raises ConfigError on those that ask for something else than rank 0 does."""
+    if rank == 0:
+        store.set(_KEY, msgpack.packb(settings.pack()))
+        return
+    store.wait([_KEY], timedelta(seconds=timeout_s))
+    settings.check_same(rank, msgpack.unpackb(store.get(_KEY)), 0)

@@ -1,0 +1,40 @@
+"""settings: what is refused, and ranks that ask for different things."""
+
+from __future__ import annotations
+
+import pytest
+from torch.distributed import HashStore
+
+from p2pstate.errors import ConfigError
+from p2pstate.settings import Settings, agree
+
+DEADLINE_S = 20.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"copies": 0}, "copies=0: 1 to 3 copies"),
+        ({"copies": 4}, "copies=4: 1 to 3 copies"),
+        ({"copies": 1.5}, "copies=1.5: 1 to 3 copies"),
+        ({"every": 0}, "every=0: capture"),
+        ({"max_overhead": 1.0}, "max_overhead=1.0: a fraction"),
+        ({"max_overhead": -0.1}, "max_overhead=-0.1: a fraction"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(arguments: dict[str, float], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        Settings(**arguments)
+
+
+def test_ranks_with_the_same_settings_agree() -> None:
+    store = HashStore()
+    for rank in range(3):
+        agree(store, rank, Settings(copies=2), DEADLINE_S)
+
+
+def test_rank_with_other_settings_than_rank_0_is_refused_with_both() -> None:
+    store = HashStore()
+    agree(store, 0, Settings(), DEADLINE_S)
+    with pytest.raises(ConfigError, match="rank 2 asks for copies=2 and rank 0 for copies=1: give Replicator"):
+        agree(store, 2, Settings(copies=2), DEADLINE_S)
