@@ -3,8 +3,9 @@
 Flows in: calls of torch and of user code, from any thread. Flows out: requests on a `StoreChannel`.
 Invariants: nothing but DistStoreError (or a subclass) is raised, because torch's own barriers do not survive other
 errors; the timeout is read at every operation, because a prefix store changes it behind Python's back.
-Limits: `queue_push` and its like are not offered. Stores are never freed: groups keep only the C++ half alive, so every
-Python half made here stays in a list (one for each epoch and clone, a few hundred bytes each).
+Limits: torch's PrefixStore passes neither queues nor `list_keys` on to a store written in Python. A value that is
+popped for a caller whose time is just over is lost. Stores are never freed: groups keep only the C++ half alive, so
+every Python half made here stays in a list (one for each epoch and clone, a few hundred bytes each).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import DistStoreError
+from torch.distributed import DistStoreError, QueueEmptyError
 
 from rendezvous.local import LocalClient
 from rendezvous.node import Node
@@ -105,6 +106,23 @@ class EpochStore(Store):
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
         self._request("multi_set", [list(keys), [_bytes(value) for value in values]])
+
+    def list_keys(self) -> list[str]:
+        """Keys that were set; not queues."""
+        return [str(key) for key in self._request("list_keys", [])]
+
+    def queue_push(self, key: str, value: bytes | str) -> None:
+        self._request("queue_push", [key, _bytes(value)])
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """The oldest value, which nobody else gets. QueueEmptyError if there is none and `block` is false."""
+        value = self._request("queue_pop", [key, bool(block)])
+        if value is None:
+            raise QueueEmptyError(f"queue {key!r} is empty")
+        return bytes(value)
+
+    def queue_len(self, key: str) -> int:
+        return int(self._request("queue_len", [key]))
 
     def has_extended_api(self) -> bool:
         return True

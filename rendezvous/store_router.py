@@ -168,7 +168,7 @@ class StoreRouter:
             if number not in self._calls:
                 continue
             if call.deadline_s <= now:
-                text = f"{call.owner.name} did not answer in time"
+                text = f"{call.owner.name} gave no answer about {_names(call.args)} in time"
                 self._finish(number, StoreReply(False, error=text, timed_out=True))
             elif call.resend_s <= now:
                 call.resend_s = now + self._resend_s
@@ -240,9 +240,15 @@ class StoreRouter:
             request.reply(StoreReply(True, _combine(request.op, request.results)))
 
 
+def _names(args: list[Any]) -> str:
+    """The first keys that an operation is about."""
+    keys = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
+    return ", ".join(map(repr, keys[:3])) + (" and others" if len(keys) > 3 else "") or "its keys"
+
+
 def _split(op: str, args: list[Any], places: tuple[Member, ...]) -> list[tuple[Member, list[Any], list[int]]]:
     """-> (owner, arguments, positions of the results) for each owner concerned. ValueError for wrong arguments."""
-    if op == "num_keys":
+    if op in ("num_keys", "list_keys"):
         return [(member, [], [index]) for index, member in enumerate(places)]
     if op not in ("wait", "check", "multi_get", "multi_set"):
         if not args or not isinstance(args[0], str):
@@ -264,8 +270,12 @@ def _fits(op: str, value: Any, num_keys: int) -> bool:
     match op:
         case "get" | "compare_set":
             return isinstance(value, bytes)
-        case "add" | "num_keys":
+        case "add" | "num_keys" | "queue_len":
             return isinstance(value, int)
+        case "queue_pop":
+            return value is None or isinstance(value, bytes)
+        case "list_keys":
+            return isinstance(value, list) and all(isinstance(key, str) for key in value)
         case "multi_get":
             return isinstance(value, list) and len(value) == num_keys and all(isinstance(v, bytes) for v in value)
         case _:
@@ -276,6 +286,8 @@ def _combine(op: str, results: list[Any]) -> Any:
     match op:
         case "num_keys":
             return sum(results)
+        case "list_keys":
+            return sorted(itertools.chain.from_iterable(results))
         case "check":
             return all(results)
         case "multi_get":

@@ -8,6 +8,7 @@ Limits: nothing is replicated or kept: a shard lives as long as its round. Sizes
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -30,8 +31,11 @@ class _Refused(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
+    """A blocked call: what it waits for, and what it is answered with then."""
+
     keys: tuple[str, ...]
     deadline_s: float
+    is_ready: Callable[[], bool]
     result: Callable[[], Any]
 
 
@@ -40,6 +44,7 @@ class StoreShard:
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
+        self._queues: dict[str, deque[bytes]] = {}  # none is empty
         self._num_bytes = 0
         self._waiting: dict[Token, _Waiting] = {}
         self._ended = False
@@ -73,7 +78,7 @@ class StoreShard:
         replies: Replies = []
         for token, waiting in late:
             del self._waiting[token]
-            missing = [key for key in waiting.keys if key not in self._values]
+            missing = [key for key in waiting.keys if not self._holds(key)]
             text = f"nobody set {', '.join(map(repr, missing[:3]))}{' and others' if len(missing) > 3 else ''} in time"
             replies.append((token, StoreReply(False, error=text, timed_out=True)))
         return replies
@@ -84,6 +89,7 @@ class StoreShard:
         replies: Replies = [(token, ENDED) for token in self._waiting]
         self._waiting.clear()
         self._values.clear()
+        self._queues.clear()
         return replies
 
     def _do(self, token: Token, op: str, args: list[Any], deadline_s: float, now: float) -> Replies:
@@ -108,13 +114,26 @@ class StoreShard:
                 result = self._compare_set(_key(key), _value(expected), _value(desired))
                 changed = [key]
             case "check", [list() as keys]:
-                result = all(_key(key) in self._values for key in keys)
+                result = all(self._holds(_key(key)) for key in keys)
             case "delete_key", [key]:
                 old = self._values.pop(_key(key), None)
                 self._num_bytes -= len(old) + len(key) if old is not None else 0
                 result = old is not None
             case "num_keys", []:
-                result = len(self._values)
+                result = len(self._values) + len(self._queues)
+            case "list_keys", []:
+                result = list(self._values)
+            case "queue_push", [key, value]:
+                self._push(_key(key), _value(value))
+                changed = [key]
+            case "queue_len", [key]:
+                result = len(self._queues.get(_key(key), ()))
+            case "queue_pop", [key, False]:
+                result = self._pop(_key(key)) if key in self._queues else None
+            case "queue_pop", [key, True]:
+                wanted = _key(key)
+                waiting = _Waiting((wanted,), deadline_s, lambda: wanted in self._queues, lambda: self._pop(wanted))
+                return self._block(token, waiting, now)
             case "get", [key]:
                 wanted = _key(key)
                 return self._when_set(token, (wanted,), deadline_s, now, lambda: self._values[wanted])
@@ -122,18 +141,22 @@ class StoreShard:
                 several = tuple(_key(key) for key in keys)
                 return self._when_set(token, several, deadline_s, now, lambda: [self._values[key] for key in several])
             case "wait", [list() as keys]:
-                return self._when_set(token, tuple(_key(key) for key in keys), deadline_s, now, lambda: None)
+                several = tuple(_key(key) for key in keys)
+                waiting = _Waiting(several, deadline_s, lambda: all(map(self._holds, several)), lambda: None)
+                return self._block(token, waiting, now)
             case _:
                 raise _Refused("no such operation, or wrong arguments for it")
         return [(token, StoreReply(True, result)), *(self._wake() if changed else [])]
 
     def _put(self, key: str, value: bytes) -> None:
         old = self._values.get(key)
-        grown = self._num_bytes + len(value) + (len(key) if old is None else -len(old))
-        if grown > MAX_SHARD_BYTES:
-            raise _Refused(f"the shard is full ({MAX_SHARD_BYTES} bytes)")
-        self._num_bytes = grown
+        self._grow(len(value) + (len(key) if old is None else -len(old)))
         self._values[key] = value
+
+    def _grow(self, num_bytes: int) -> None:
+        if self._num_bytes + num_bytes > MAX_SHARD_BYTES:
+            raise _Refused(f"the shard is full ({MAX_SHARD_BYTES} bytes)")
+        self._num_bytes += num_bytes
 
     def _add(self, key: str, amount: int) -> int:
         """Counters are decimal texts, as in torch's own stores, so that get and add can be mixed."""
@@ -157,19 +180,44 @@ class StoreShard:
         self._put(key, desired)
         return desired
 
+    def _push(self, key: str, value: bytes) -> None:
+        self._grow(len(value) + (0 if key in self._queues else len(key)))
+        self._queues.setdefault(key, deque()).append(value)
+
+    def _pop(self, key: str) -> bytes:
+        queue = self._queues[key]
+        value = queue.popleft()
+        if not queue:
+            del self._queues[key]
+        self._num_bytes -= len(value) + (0 if queue else len(key))
+        return value
+
+    def _holds(self, key: str) -> bool:
+        return key in self._values or key in self._queues
+
     def _when_set(
         self, token: Token, keys: tuple[str, ...], deadline_s: float, now: float, result: Callable[[], Any]
     ) -> Replies:
-        if all(key in self._values for key in keys):
-            return [(token, StoreReply(True, result()))]
+        waiting = _Waiting(keys, deadline_s, lambda: all(key in self._values for key in keys), result)
+        return self._block(token, waiting, now)
+
+    def _block(self, token: Token, waiting: _Waiting, now: float) -> Replies:
+        """Answer now if it can be, else when it can."""
+        if waiting.is_ready():
+            return [(token, StoreReply(True, waiting.result()))]
         if len(self._waiting) >= MAX_WAITING:
             raise _Refused("too many calls wait already")
-        self._waiting[token] = _Waiting(keys, deadline_s, result)
-        return self.expire(now) if deadline_s <= now else []
+        self._waiting[token] = waiting
+        return self.expire(now) if waiting.deadline_s <= now else []
 
     def _wake(self) -> Replies:
-        ready = [t for t, waiting in self._waiting.items() if all(key in self._values for key in waiting.keys)]
-        return [(token, StoreReply(True, self._waiting.pop(token).result())) for token in ready]
+        """One after the other, oldest first: a value that is popped for one caller is not there for the next."""
+        replies: Replies = []
+        for token, waiting in list(self._waiting.items()):
+            if waiting.is_ready():
+                del self._waiting[token]
+                replies.append((token, StoreReply(True, waiting.result())))
+        return replies
 
 
 def _key(value: object) -> str:

@@ -147,7 +147,7 @@ def test_deadline_is_kept_by_the_asking_side_when_the_owner_is_silent() -> None:
     cluster.tick(2.9)
     assert replies == []
     cluster.tick(3.0)
-    assert replies == [StoreReply(False, error="b did not answer in time", timed_out=True)]
+    assert replies == [StoreReply(False, error=f"b gave no answer about {key!r} in time", timed_out=True)]
 
 
 def test_one_late_part_fails_the_whole_operation_once() -> None:

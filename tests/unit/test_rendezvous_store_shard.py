@@ -43,6 +43,15 @@ def call(shard: StoreShard, op: str, *args: Any, token: str = "t", deadline_s: f
         ([("multi_set", ["a", "b"], [b"1", b"2"])], "multi_get", [["b", "a"]], [b"2", b"1"]),
         ([("append", "k", b"a"), ("append", "k", b"b")], "get", ["k"], b"ab"),
         ([("set", "k", b"a")], "wait", [["k"]], None),
+        ([("queue_push", "q", b"1"), ("queue_push", "q", b"2")], "queue_pop", ["q", True], b"1"),
+        ([("queue_push", "q", b"1"), ("queue_pop", "q", True)], "queue_pop", ["q", False], None),
+        ([("queue_push", "q", b"1"), ("queue_push", "q", b"2")], "queue_len", ["q"], 2),
+        ([], "queue_len", ["q"], 0),
+        ([("queue_push", "q", b"1")], "check", [["q"]], True),
+        ([("queue_push", "q", b"1"), ("queue_pop", "q", False)], "check", [["q"]], False),
+        ([("queue_push", "q", b"1")], "wait", [["q"]], None),
+        ([("queue_push", "q", b"1"), ("set", "k", b"a")], "num_keys", [], 2),
+        ([("queue_push", "q", b"1"), ("set", "k", b"a")], "list_keys", [], ["k"]),
     ],
 )
 def test_operation_gives_what_torch_stores_give(
