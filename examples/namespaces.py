@@ -68,6 +68,10 @@ class Namespaces:
         rows = [line.split() for line in tables.splitlines()]
         return [row[1] for row in rows if row[3] == TCP_LISTEN]
 
+    def processes(self, index: int) -> list[int]:
+        """Everything that runs inside the node, whoever started it."""
+        return [int(pid) for pid in ip("netns", "pids", self._nodes[index]).split()]
+
     def cut(self, index: int) -> None:
         """From now on no packet enters or leaves the node."""
         ip("-n", self._hub, "link", "set", f"port{index}", "down")

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from p2pstate.agent.agent import Agent
 from p2pstate.agent.job import Job
@@ -22,6 +23,7 @@ from p2pstate.errors import EXIT_CONFIG
 from p2pstate.options import add_detection, add_network, add_run, make_config, operator_config, read_labels
 from p2pstate.planning.command import add_command as add_plan_command
 from p2pstate.planning.command import run_command as run_plan_command
+from p2pstate.verdict import read_verdict
 from p2pstate.witness import Witness
 from rendezvous.config import Config
 from rendezvous.keys import make_key_file
@@ -72,11 +74,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     keygen = commands.add_parser("keygen", help="make the secret that the nodes of a run share")
     keygen.add_argument("file", metavar="FILE", help="a new file; an existing one is never overwritten")
+    verdict = commands.add_parser("verdict", help="say how a run ended, and exit with the run's exit code")
+    verdict.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="p2prun's --run-dir, of this run only")
     add_data_command(commands)
     add_plan_command(commands)
     options = parser.parse_args(argv)
     if options.command == "keygen":
         return _keygen(options.file)
+    if options.command == "verdict":
+        return _verdict(options.run_dir)
     if options.command == "data":
         return run_data_command(options)
     if options.command == "plan":
@@ -156,6 +162,16 @@ def _keygen(path: str) -> int:
         return 1
     print(f"{path}: a new secret, readable by its owner only; copy it to every node and name it there (--key-file)")
     return 0
+
+
+def _verdict(run_dir: Path) -> int:
+    try:
+        verdict = read_verdict(run_dir)
+    except OSError as error:
+        print(f"p2pstate verdict: {run_dir} cannot be read: {error.strerror}", file=sys.stderr)
+        return EXIT_CONFIG
+    print(f"{verdict.text} (exit code {verdict.code})")
+    return verdict.code
 
 
 def _parser() -> argparse.ArgumentParser:

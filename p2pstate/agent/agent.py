@@ -115,7 +115,7 @@ class Agent:
         """This node's own end (a signal, eviction): the others are told, and go on without it."""
         if self.verdict is None:
             self.verdict = Verdict(code, text, self.node.key)
-            self.events.emit("verdict", text, code=code, text=text)
+            self.events.emit("verdict", text, code=code, text=text, scope="node")
             self.node.leave(text)
             self.node.call_later(VERDICT_LINGER_S, self.node.stop)
 
@@ -201,7 +201,8 @@ class Agent:
         if self.verdict is not None:
             return
         self.verdict = verdict
-        self.events.emit("verdict", f"the run has ended: {verdict.text}", code=verdict.code, text=verdict.text)
+        fields = {"code": verdict.code, "text": verdict.text, "scope": "run"}
+        self.events.emit("verdict", f"the run has ended: {verdict.text}", **fields)
         if verdict.code != 0:
             self._end_workers()
         self.node.call_later(VERDICT_LINGER_S, self.node.stop)

@@ -80,7 +80,11 @@ class Template:
         wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the agent's to handle
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+        ):  # sent to all of a node's processes, they are the agent's to handle
+            signal.signal(number, signal.SIG_IGN)
         gc.collect()
         gc.freeze()
         self._channel.send({"t": "template_ready", "pid": os.getpid()})
@@ -122,6 +126,7 @@ class Template:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             sock_fd, out_fd, err_fd = fds
             os.dup2(out_fd, 1)
             os.dup2(err_fd, 2)

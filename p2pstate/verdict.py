@@ -1,0 +1,44 @@
+"""How a run ended, read from its run directory: ``p2pstate verdict``.
+
+In: the event files that the nodes left (``p2prun --run-dir``). Out: an exit code and a sentence. A launcher such as
+srun reports the worst of its tasks, also when a node died and was replaced; the run's own verdict is in the events of
+every node that lived to hear it.
+Limits: one run per directory; a node that was killed, or whose disk was full, tells nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from p2pstate.errors import EXIT_CONFIG, EXIT_RETRY
+
+__all__ = ["RunVerdict", "read_verdict"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunVerdict:
+    code: int  # p2prun's exit codes; 128 + signal when every node was asked to end
+    text: str
+
+
+def read_verdict(run_dir: Path) -> RunVerdict:
+    """The run's verdict if a node heard one, else the last node's own end. OSError if the directory cannot be read."""
+    files = sorted(path for path in run_dir.iterdir() if path.match("events-*.jsonl"))
+    if not files:
+        return RunVerdict(EXIT_CONFIG, f"no node has started: there are no events in {run_dir}")
+    verdicts = [event for path in files for event in _verdicts(path)]
+    if not verdicts:
+        return RunVerdict(EXIT_RETRY, f"none of {len(files)} nodes lived to tell how the run ended")
+    last = max(verdicts, key=lambda event: (event.get("scope") == "run", event["t"]))
+    return RunVerdict(last["code"], f"node {last['node']}: {last['text']}")
+
+
+def _verdicts(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open("rb") as file:
+        for line in file:
+            if b'"event": "verdict"' in line and line.endswith(b"\n"):  # a node may die while it writes
+                yield json.loads(line)
