@@ -47,6 +47,7 @@ Layout, from the top down (a file imports only what stands above it):
     capture.py              live state -> own slots
     replicate.py            own slots -> the buddies
     gradients.py            forgetting a discarded step
+    rehearsal.py            what a newcomer does alone
     protection.py           what is captured when, and kept
     recover.py              a round -> the same version everywhere
     rounds.py               from one round to the next

@@ -27,8 +27,10 @@ class StepBlock:
         self.number = number
         self.committed = False
         self.again = False  # committed before in this process, and done again after a fault
-        self.boundary = False  # a loss scaler was asked to step
-        self.voted: Ballot | None = None
+        self.boundary = False  # an optimizer was stepped, or a loss scaler declined to
+        self.voted: Ballot | None = None  # the outcome of the newest vote in this block
+        self.num_gates = 0  # how often an optimizer, or a loss scaler for one, came to a vote
+        self.num_collectives_before = 0  # of all groups, when the first of these votes had passed
 
     def __enter__(self) -> StepBlock:
         self._owner.enter(self)

@@ -20,6 +20,7 @@ from p2pstate.versions import version_to_keep
 
 __all__ = ["Fetch", "Lineage", "Plan", "RankReport", "StartOver", "StateLost", "plan_recovery"]
 
+WRAPPER_CHANGES = 1  # in RankReport.wrappers: this one calls for another collective at its next use
 NOTHING_TO_LOSE_STEP = 1  # a run that has not got further than this starts anew without asking
 
 
@@ -32,6 +33,7 @@ class RankReport:
     num_warm_steps: int  # whole iterations this process has done (rehearsals count)
     committed_step: int  # newest step it has committed in this process
     ended_at: int = -1  # its data ended after this step; -1: it has data
+    wrappers: bytes = b""  # how far each wrapper has come that changes its collectives (see rehearsal.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +111,10 @@ def plan_recovery(
             continue
         if version.step == 0:
             return StartOver(Start.FRESH, "no step was protected yet, so training starts anew")
-        cold = [r.rank for r in reports.values() if not r.newcomer and r.num_warm_steps < num_warm_steps_needed]
-        if cold:
+        unsettled = _why_unsettled(reports, num_warm_steps_needed)
+        if unsettled:
             return StartOver(
-                Start.RESTART,
-                f"rank {cold[0]} has done fewer than {num_warm_steps_needed} steps in its process, so wrappers such as "
-                f"DDP still change their layout: all workers start again and resume from memory at step {version.step}",
+                Start.RESTART, f"{unsettled}: all workers start again and resume from memory at step {version.step}"
             )
         fetches = tuple(_fetches(info, found))
         reason = f"step {version.step} of round {version.epoch} is the newest that is whole"
@@ -124,6 +124,24 @@ def plan_recovery(
     if newest > NOTHING_TO_LOSE_STEP:
         return StateLost(f"training had come to step {newest}, and {missing}")
     return StartOver(Start.FRESH, f"{missing}; training starts anew")
+
+
+def _why_unsettled(reports: Mapping[int, RankReport], num_warm_steps_needed: int) -> str:
+    """Why survivors and newcomers cannot go on together; empty when they can, or when there are no survivors."""
+    survivors = [report for report in reports.values() if not report.newcomer]
+    for report in survivors:
+        if report.num_warm_steps < num_warm_steps_needed:
+            return (
+                f"rank {report.rank} has done fewer than {num_warm_steps_needed} steps in its process, so wrappers "
+                "such as DDP still change their layout"
+            )
+    for report in reports.values() if survivors else ():
+        if report.wrappers != survivors[0].wrappers or WRAPPER_CHANGES in report.wrappers:
+            return (
+                f"a DistributedDataParallel of rank {report.rank} changes its layout soon, or has done so and that of "
+                f"rank {survivors[0].rank} has not"
+            )
+    return ""
 
 
 def _usable(

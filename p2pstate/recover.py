@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from datetime import timedelta
 
 import msgpack
@@ -140,8 +140,7 @@ def _meet(
     store: Store, info: RoundInfo, report: RankReport, settings: Settings, timeout_s: float
 ) -> dict[int, RankReport]:
     """Wait until every rank has stopped what it did before: from here on no slot changes."""
-    raw = [report.rank, report.newcomer, report.num_warm_steps, report.committed_step, report.ended_at]
-    store.set(f"join/{report.rank}", msgpack.packb([raw, settings.pack()]))
+    store.set(f"join/{report.rank}", msgpack.packb([astuple(report), settings.pack()]))
     keys = [f"join/{rank}" for rank in range(info.world_size)]
     store.wait(keys, timedelta(seconds=timeout_s))
     reports: dict[int, RankReport] = {}

@@ -71,7 +71,7 @@ class Replicator:
             raise ConfigError(
                 "a Replicator inside a restartable function: use it without p2pstate.restartable, it goes on in place"
             )
-        _check_groups()
+        group = _default_group()
         settings = Settings(every=every, max_overhead=max_overhead, copies=copies)
         models = [c for c in components if isinstance(c, torch.nn.Module)]
         optimizers = [c for c in components if isinstance(c, torch.optim.Optimizer)]
@@ -100,7 +100,15 @@ class Replicator:
         context.link.send("copies", copies=copies)
         protection = Protection(context, state, settings)
         self._loop = Loop(
-            context, state, models, optimizers, data, position, protection, recovery_timeout_s=recovery_timeout_s
+            context,
+            state,
+            models,
+            optimizers,
+            data,
+            position,
+            protection,
+            recovery_timeout_s=recovery_timeout_s,
+            vote_timeout_s=group.timeout.total_seconds(),
         )
         for component in components:
             if isinstance(component, torch.amp.GradScaler):
@@ -161,7 +169,7 @@ class Replicator:
         return self._loop.protection.stats
 
 
-def _check_groups() -> None:
+def _default_group() -> P2PGroup:
     if not dist.is_initialized():
         raise ConfigError("there is no process group yet: call p2pstate.init_process_group() before Replicator(...)")
     group = dist.group.WORLD
@@ -170,6 +178,7 @@ def _check_groups() -> None:
             f"the default process group is a {type(group).__name__}, which cannot be repaired in place: create it with "
             "p2pstate.init_process_group() instead of a group object of your own"
         )
+    return group
 
 
 def _check_stateful(component: Any, what: str) -> None:

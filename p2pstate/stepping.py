@@ -1,10 +1,17 @@
-"""When optimizers step: the votes of one rank, cast before anything is changed.
+"""When optimizers step: the votes of one rank, cast before anything is changed and at the block's end.
 
 In: the calls of ``optimizer.step()`` and of loss scalers inside a block, the process's error flag. Out: ballots whose
 outcome all ranks share, or ``StepDiscarded``.
 
-Invariants: no optimizer changes anything before the vote has passed; outside a block optimizers are left alone, and
-before this process has joined the run (a rehearsal) they step without a vote.
+Invariants: no optimizer changes anything before a vote has passed that was cast after its gradients were there: one
+vote per ``step()``, per evaluation of a closure, and per step that a loss scaler skips, so that ranks which skip
+different steps still meet. Where anything may follow (a collective, another ``step()``) a vote at the block's end
+decides for all ranks; a block that was always quiet after its ``step()`` is trusted to stay so, and if it does not,
+every rank still acts on the errors that it sees itself. Outside a block optimizers are left alone, and before this
+process has joined the run (a rehearsal) they step without a vote.
+
+An optimizer that steps in backward does so without a vote, for an exception there breaks the wrappers: once an error is
+known it finds no gradients, and the vote at the block's end discards what was changed before.
 """
 
 from __future__ import annotations
@@ -12,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from p2pstate.block import StepBlock
@@ -23,17 +31,23 @@ from p2pstate.protection import Protection
 
 __all__ = ["Stepping"]
 
+NUM_QUIET_BLOCKS = 100  # after so many in a row nothing is expected to follow the first optimizer.step()
+NOT_IN_BACKWARD = -1
+
 
 class Stepping:
     """Watches the optimizers and loss scalers of one Replicator. ``step_s``: how long a step takes, as seen so far."""
 
-    def __init__(self, optimizers: Iterable[Optimizer], protection: Protection) -> None:
+    def __init__(self, optimizers: Iterable[Optimizer], protection: Protection, vote_timeout_s: float) -> None:
+        """``vote_timeout_s``: how long a rank waits in a step for the votes of the others."""
         self.optimizers = list(optimizers)
         self.scalers: list[Any] = []
         self.step_s = 0.0
         self._protection = protection
+        self._vote_timeout_s = vote_timeout_s
         self._block: StepBlock | None = None
         self._rehearsing = False
+        self._num_quiet_blocks = 0
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
 
@@ -48,9 +62,16 @@ class Stepping:
         stock = scaler.step
 
         def step(*args: Any, **kwargs: Any) -> Any:
-            if self._block is not None:
-                self._block.boundary = True
-            return stock(*args, **kwargs)
+            block = self._block
+            if block is None:
+                return stock(*args, **kwargs)
+            num_gates = block.num_gates
+            result = stock(*args, **kwargs)
+            if self._rehearsing:
+                block.boundary = True
+            elif block.num_gates == num_gates:
+                self._gate(block)
+            return result
 
         scaler.step = step
         self.scalers.append(scaler)
@@ -58,12 +79,15 @@ class Stepping:
     def _before_optimizer(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Pre-hook of every optimizer: nothing outside a block, once inside, after the closure where there is one."""
+        """Pre-hook of every optimizer: nothing outside a block; inside a vote, after the closure where there is one."""
         block = self._block
-        if block is None or block.voted is not None:
+        if block is None:
             return None
         if self._rehearsing:
             block.boundary = True
+            return None
+        if torch._C._current_graph_task_id() != NOT_IN_BACKWARD:
+            self._step_in_backward(block, optimizer)
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
@@ -72,37 +96,61 @@ class Stepping:
 
         def closure_then_gate() -> Any:
             loss = closure()
-            if block.voted is None:
-                self._gate(block)
+            self._gate(block)
             return loss
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": closure_then_gate}
         return (args[0], closure_then_gate, *args[2:]), kwargs
 
+    @staticmethod
+    def _step_in_backward(block: StepBlock, optimizer: Optimizer) -> None:
+        block.boundary = True
+        if STATUS.error is not None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = None
+
     def _gate(self, block: StepBlock) -> None:
-        if not self.vote(block, boundary=True):
+        block.boundary = True
+        if not self._vote(block, ended=self._num_quiet_blocks >= NUM_QUIET_BLOCKS):
             raise StepDiscarded
-        if block.voted is not None and not block.voted.boundary:
+        block.num_gates += 1
+        if block.num_gates == 1:
+            block.num_collectives_before = REGISTRY.num_collectives
+
+    def finish(self, block: StepBlock) -> bool:
+        """At the block's end: vote until all ranks are at theirs. False: the step must be discarded here."""
+        while block.voted is None or not block.voted.ended:
+            if not self._vote(block, ended=True):
+                return False
+        if block.boundary:
+            quiet = block.num_gates == 1 and REGISTRY.num_collectives == block.num_collectives_before
+            self._num_quiet_blocks = self._num_quiet_blocks + 1 if quiet else 0
+        return STATUS.error is None
+
+    def _vote(self, block: StepBlock, *, ended: bool) -> bool:
+        """Cast this rank's vote, unless all have said that none follows. False: the step must be discarded here."""
+        if STATUS.error is not None:
+            return False
+        if block.voted is not None and block.voted.ended:
+            return True
+        if block.voted is None:
+            self._protection.wait_a_little(self.step_s)
+        block.voted = self.ballot(block.number, block.boundary, ended, self._vote_timeout_s)
+        if block.voted is not None and block.boundary and not block.voted.boundary:
             STATUS.fail(
                 P2PStateError(
                     "some ranks ended their block without optimizer.step() while others stepped: every rank has to "
-                    "step the same number of times"
+                    "step, or none"
                 )
             )
-            raise StepDiscarded
-
-    def vote(self, block: StepBlock, *, boundary: bool) -> bool:
-        """Cast this rank's vote. False: the step must be discarded here."""
-        if STATUS.error is not None:
             return False
-        self._protection.wait_a_little(self.step_s)
-        block.voted = self.ballot(block.number, boundary)
         return block.voted is not None
 
-    def ballot(self, step: int, boundary: bool, timeout_s: float | None = None) -> Ballot | None:
+    def ballot(self, step: int, boundary: bool, ended: bool, timeout_s: float | None = None) -> Ballot | None:
         """None: this rank has seen an error, the ranks do not agree on what they vote about, or time is up."""
-        ballot = Ballot(int(boundary), step, -step, *self._protection.complete())
+        ballot = Ballot(int(boundary), int(ended), step, -step, *self._protection.complete())
         result = vote(REGISTRY, STATUS, ballot, timeout_s)
         if result is not None and result.step != -result.neg_step:
             STATUS.fail(P2PStateError("ranks do not agree on the step: some have left the loop, others go on"))

@@ -4,10 +4,10 @@ In: the user's blocks (``with state.step():`` or ``train_step(batch)``), the dat
 committed step, and, after a fault, the same loop going on from the newest whole version. A committed step that was lost
 is done again, and so is the code after it, whose effects on the state were lost with it.
 
-A block ends in one of three ways. *Committed*: every rank voted yes before the first optimizer changed anything, and no
-error was seen up to the block's end. *Discarded*: this rank saw an error or does not know the vote's outcome; it joins
-the next round and resumes the version everybody resumes. *Open*: no optimizer was stepped (a micro-batch of its own);
-nothing is captured and a later discard replays it.
+A block ends in one of three ways. *Committed*: every rank voted yes before each change of the state, and no error was
+seen up to the block's end (see stepping.py). *Discarded*: this rank saw an error or does not know a vote's outcome; it
+joins the next round and resumes the version everybody resumes, whatever its optimizers have changed by then. *Open*: no
+optimizer was stepped (a micro-batch of its own); nothing is captured and a later discard replays it.
 
 Invariants: a version is captured between two blocks, when the next one begins (so that whatever runs between them, a
 scheduler or an average, is part of it) and before its batch is fetched; ``StepDiscarded`` never leaves this file;
@@ -33,6 +33,7 @@ from p2pstate.groups.gate import Ballot
 from p2pstate.groups.status import STATUS
 from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
+from p2pstate.rehearsal import Rehearsals
 from p2pstate.rounds import Rounds
 from p2pstate.state import TrainingState
 from p2pstate.stepping import Stepping
@@ -41,8 +42,6 @@ from p2pstate.worker.context import WorkerContext
 
 __all__ = ["Loop"]
 
-NUM_REHEARSALS = 2  # whole steps: DDP lays its buckets out anew after the first one that is reduced
-MAX_REHEARSAL_TURNS = 1000  # for a loop whose rehearsals never come to an optimizer.step()
 END_OF_LOOP = 1 << 40  # votes at the end of the loop cannot meet votes of a step
 MIN_DATA_END_WAIT_S = 5.0  # how long a rank without data waits for the others to run out as well
 
@@ -61,21 +60,20 @@ class Loop:
         protection: Protection,
         *,
         recovery_timeout_s: float,
+        vote_timeout_s: float,
     ) -> None:
         self._context = context
         self._link = context.link
         self._models = list(models)
         self._feed = Feed(data, position)
-        self._stepping = Stepping(optimizers, protection)
+        self._stepping = Stepping(optimizers, protection, vote_timeout_s)
         self._rounds = Rounds(context, state, protection, recovery_timeout_s)
         self.protection = protection
         self._recovery_timeout_s = recovery_timeout_s
         # Where this process is
         self.step = 0  # newest committed step
         self._must_join = not context.fresh or context.restore
-        self._num_rehearsals_left = NUM_REHEARSALS if self._must_join else 0
-        self._num_rehearsal_turns_left = MAX_REHEARSAL_TURNS
-        self._num_warm_steps = 0
+        self._rehearsals = Rehearsals(self._models)
         self._ended_at: int | None = None  # this rank's data ended after this step
         self._end_step: int | None = None  # all ranks end at this step, because somebody's data does
         self._newest_yielded = 0
@@ -117,7 +115,8 @@ class Loop:
 
     def block(self, where: str) -> StepBlock:
         """The next block, not yet begun."""
-        return StepBlock(self, self.step + 1, where)
+        number = self._rehearsals.num_steps if self._must_join else self.step
+        return StepBlock(self, number + 1, where)
 
     def _turns(self, steps: int | None) -> Iterator[tuple[Any, ...]]:
         """The arguments of one block per turn, until ``steps`` steps are committed or the data ends."""
@@ -125,11 +124,8 @@ class Loop:
         done = False
         try:
             while not done:
-                if STATUS.error is not None or self._discard_pending:
-                    self._recover()
-                elif self._must_join and self._num_rehearsals_left > 0 and self._num_rehearsal_turns_left > 0:
-                    self._num_rehearsal_turns_left -= 1
-                elif self._must_join:
+                faulted = STATUS.error is not None or self._discard_pending
+                if faulted or (self._must_join and not self._rehearsals.go_on()):
                     self._recover()
                 if self._is_over(steps):
                     done = self._finish()
@@ -142,7 +138,7 @@ class Loop:
                 except StopIteration:
                     self._feed.ended()
                     if self._must_join:
-                        self._num_rehearsals_left = 0
+                        self._rehearsals.end()
                     else:
                         done = self._data_ended()
                     continue
@@ -193,12 +189,8 @@ class Loop:
                 return True
             return False
         if self._must_join:
-            if block.boundary:  # a micro-batch of its own is no step
-                self._num_warm_steps += 1
-                self._num_rehearsals_left -= 1
-        elif (
-            block.voted is None and not self._stepping.vote(block, boundary=block.boundary)
-        ) or STATUS.error is not None:
+            self._rehearsals.num_steps += block.boundary  # a micro-batch of its own is no step
+        elif not self._stepping.finish(block):
             self._discard_pending = True
         elif block.voted is not None and block.voted.boundary:
             self._commit(block, block.voted)
@@ -209,7 +201,7 @@ class Loop:
         block.again = block.number <= self._newest_yielded
         self.step = block.number
         STATUS.trace.commit(self.step)
-        self._num_warm_steps += 1
+        self._rehearsals.num_steps += 1
         seconds = time.monotonic() - self._block_began
         known_s = self._stepping.step_s
         self._stepping.step_s = 0.9 * known_s + 0.1 * seconds if known_s else seconds
@@ -254,7 +246,7 @@ class Loop:
         STATUS.trace.do(Doing.ENDING)
         self.protection.capture_if_due(self._rounds.epoch, self.step)
         self.protection.drain(self._recovery_timeout_s)
-        if self._stepping.ballot(END_OF_LOOP + self.step, boundary=False, timeout_s=timeout_s) is None:
+        if self._stepping.ballot(END_OF_LOOP + self.step, boundary=False, ended=True, timeout_s=timeout_s) is None:
             return False
         self._ended_at = self._end_step = None
         self._context.in_loop = False
@@ -280,7 +272,8 @@ class Loop:
         discard_gradients(self._models, self._stepping.optimizers, self._stepping.scalers)
         ended_at = -1 if self._ended_at is None else self._ended_at
         committed = 0 if newcomer else self.step
-        report = RankReport(self._context.rank, newcomer, self._num_warm_steps, committed, ended_at)
+        warm = self._rehearsals.num_steps
+        report = RankReport(self._context.rank, newcomer, warm, committed, ended_at, self._rehearsals.stages())
         joined = self._rounds.recover(report, failed_step=self.step + 1)
         self._must_join = False
         self.step = joined.version.step

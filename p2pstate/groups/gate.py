@@ -1,18 +1,23 @@
-"""The vote that every rank casts once per step, before anything is changed.
+"""The votes that every rank casts in a step: before each change of the state, and at the step's end.
 
 In: this rank's ballot. Out: the smallest value of each field over all ranks, or ``None`` when the outcome cannot be
 known here (a peer or the connection died). One all-reduce of a few integers decides whether the step commits, which
 version is protected everywhere and whether the next capture happens: all ranks act on the same numbers.
+
+Invariant: whoever is at the end of its step votes again until all are (``ended``), so ranks that change their state a
+different number of times still cast the same number of votes.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import astuple, dataclass
 from datetime import timedelta
 
 import torch
 from torch.distributed import ReduceOp
 
+from p2pstate.errors import P2PStateError
 from p2pstate.groups.registry import GATE, Registry
 from p2pstate.groups.status import Status
 from p2pstate.groups.waiting import wait_collective
@@ -22,7 +27,10 @@ __all__ = ["Ballot", "vote"]
 
 @dataclass(frozen=True, slots=True)
 class Ballot:
-    """``boundary``: an optimizer was (or, with a loss scaler, declined to be) stepped.
+    """``boundary``: an optimizer was (or, with a loss scaler, declined to be) stepped in this block.
+
+    ``ended``: this rank is at the block's end, or expects that nothing follows its ``optimizer.step()``; once all have
+    said so, nobody votes any more in this block.
 
     ``step``: the step being voted on; ``neg_step`` its negative, so that the minimum shows disagreement.
     ``protected_epoch``, ``protected_step``: newest version of which all that this rank writes is complete: its own
@@ -30,6 +38,7 @@ class Ballot:
     """
 
     boundary: int
+    ended: int
     step: int
     neg_step: int
     protected_epoch: int
@@ -47,12 +56,14 @@ def vote(registry: Registry, status: Status, ballot: Ballot, timeout_s: float | 
         status.trace.poll()
         return status.error is not None
 
+    timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+    began = time.monotonic()
     try:
         with status.trace.row(GATE).inside("vote"):
             work = gate.group.allreduce([tensor], ReduceOp.MIN)
-            timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
             wait_collective(work, is_over, timeout)
     except Exception as error:
-        status.fail(error, gate.epoch)
+        late = timeout_s is not None and time.monotonic() - began >= timeout_s
+        status.fail(P2PStateError(f"not every rank voted within {timeout_s:g} s") if late else error, gate.epoch)
         return None
     return Ballot(*tensor.tolist())

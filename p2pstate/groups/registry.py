@@ -74,6 +74,11 @@ class Registry:
     def groups(self) -> Sequence[P2PGroup]:
         return self._groups
 
+    @property
+    def num_collectives(self) -> int:
+        """How many collectives the groups were asked for so far."""
+        return sum(group._get_sequence_number_for_group() for group in self._groups)
+
     def create(self, members: Sequence[int], rank: int, timeout: timedelta) -> P2PGroup:
         """A new group; connected at once unless this process is alone (solo) or has seen an error."""
         ranks = tuple(members) or tuple(range(self.world_size))

@@ -4,9 +4,10 @@ In: a live optimizer and the names of its parameters. Out: leaves "optimizer/<pa
 else; on restore exactly the entries of the captured state, in place where tensors match.
 Invariants: ``optimizer.state`` and ``optimizer.param_groups`` are read and written directly: ``state_dict`` helpers
 take a real step and ``load_state_dict`` casts state to the parameter's dtype. "No state yet" (no entry) stays distinct
-from an empty entry. Groups have to hold the same parameters in the same order as when captured.
-Known limits: optimizers that keep state outside ``state`` and ``param_groups`` (ZeroRedundancyOptimizer) are refused
-or need to be given as objects; state that is a tensor subclass can only be written into state of the same kind.
+from an empty entry. Groups have to hold the same parameters in the same order as when captured. Of a
+ZeroRedundancyOptimizer each rank has the state that the optimizer inside it keeps, and nobody else has that.
+Known limits: what an optimizer keeps outside ``state`` and ``param_groups`` is not seen; a ZeroRedundancyOptimizer
+with ``overlap_with_ddp`` is refused; state that is a tensor subclass can only be written into state of the same kind.
 """
 
 from __future__ import annotations
@@ -32,18 +33,28 @@ class OptimizerState:
     """``named`` is always (name, holders) of the live parameters by id, ``prefix`` "optimizer" or "optimizer0"."""
 
     def __init__(self, optimizer: Optimizer, prefix: str) -> None:
-        if any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__):  # slow to import
-            raise LeafError(
-                prefix, "is a ZeroRedundancyOptimizer, which hides its state", "use FSDP2 or a plain optimizer"
-            )
         self.optimizer = optimizer
         self.prefix = prefix
+        self._divided = any(
+            kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__
+        )  # slow import
+        if self._divided and getattr(optimizer, "_overlap_with_ddp", False):
+            raise LeafError(
+                prefix,
+                "is a ZeroRedundancyOptimizer that steps in DistributedDataParallel's hooks",
+                "build it without overlap_with_ddp=True, or use fully_shard (FSDP2)",
+            )
         self._flat = FlatDicts()
+
+    @property
+    def _local(self) -> Any:
+        """The optimizer that has the state."""
+        return self.optimizer.optim if self._divided else self.optimizer  # type: ignore[attr-defined]
 
     def collect(self, collector: Collector, named: Mapping[int, tuple[str, Holders]]) -> dict[str, Any]:
         groups = []
         state: dict[str, Any] = {}
-        live = self.optimizer.state
+        live = self._local.state
         num_found = 0
         for index, group in enumerate(self.optimizer.param_groups):
             own = {key: value for key, value in group.items() if key not in _IDENTITY}
@@ -55,7 +66,8 @@ class OptimizerState:
                 if parameter in live:
                     num_found += 1
                     path = f"{self.prefix}/{name}"
-                    state[name] = self._flat.tree(collector, live[parameter], path, parameter, holders)
+                    alike = collector.own if self._divided else holders
+                    state[name] = self._flat.tree(collector, live[parameter], path, parameter, alike)
             groups.append({"params": names, "values": values})
         others = {} if num_found == len(live) else dict(self._others(live, named))
         more = {key: collector.tree(others[key], (f"{self.prefix}/:state", key)) for key in sorted(others)}
@@ -102,7 +114,7 @@ class OptimizerState:
 
     def plan(self, saved: Any, parameters: Mapping[str, Any], rebuilder: Rebuilder) -> list[tuple[Any, Any]]:
         """(live dict, its new content) pairs to be applied after all copies were checked; writes nothing yet."""
-        live = self.optimizer.state
+        live = self._local.state
         content: dict[Any, Any] = {}
         for name, tree in saved["state"].items():
             parameter = self._owner(parameters, name)
@@ -115,7 +127,8 @@ class OptimizerState:
         for index, group in enumerate(self.optimizer.param_groups):
             own = {key: value for key, value in group.items() if key not in _IDENTITY}
             values = rebuilder.tree(saved["groups"][index]["values"], own, (f"{self.prefix}/:groups", index), None)
-            changes.append((group, {key: group[key] for key in _IDENTITY if key in group} | values))
+            for each in [group, self._local.param_groups[index]] if self._divided else [group]:
+                changes.append((each, {key: each[key] for key in _IDENTITY if key in each} | values))
         return changes
 
     def _owner(self, parameters: Mapping[str, Any], name: str) -> Any:

@@ -1,7 +1,7 @@
 """Every way to write the loop ends bit-identical after kills; every way not to write it says what to do.
 
 Two nodes with one worker each; rank 1 is killed at several points of one run, and the undisturbed run goes on beside
-it. See scripts/loop_forms.py for the forms and the points.
+it. See scripts/loop_forms.py and scripts/several_steps.py for the forms and the points.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from outcome import compare
 
 NUM_RANKS = 2
 DEADLINE_S = 120.0  # only a hang takes this long
-SCRIPT = str(Path(__file__).resolve().parent / "scripts" / "loop_forms.py")
+SCRIPTS = Path(__file__).resolve().parent / "scripts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +27,7 @@ class Form:
     kills: tuple[str, ...]
     options: tuple[str, ...] = ()
     restarts: bool = False  # whether survivors have to start again, because a newcomer cannot rehearse alone
+    script: str = "loop_forms.py"
 
 
 FORMS = [
@@ -44,11 +45,42 @@ FORMS = [
     Form("accumulate", ("3:micro_2_forward", "6:micro_2_backward", "8:micro_1_backward")),
     Form("micro_blocks", ("3:micro_2_forward", "5:micro_1_after_block", "8:micro_2_after_block")),
     Form("micro_blocks", ("3:micro_2_backward", "6:micro_1_forward"), ("--sharded",)),
+    *(
+        Form(name, ("3:between", "5:collective", "7:end"), script="several_steps.py")
+        for name in ("gan", "zero_redundancy", "in_backward", "scaler_skips")
+    ),
+    Form("every_third", ("6:collective", "7:between", "9:end"), script="several_steps.py"),
 ]
 
 
-def start(folder: Path, arguments: Sequence[str], environ: dict[str, str], *, num_nodes: int = 2) -> Cluster:
-    return Cluster(folder, [SCRIPT, *arguments], num_training=num_nodes, num_spares=0, num_workers=1, environ=environ)
+def start(
+    folder: Path,
+    arguments: Sequence[str],
+    environ: dict[str, str],
+    *,
+    num_nodes: int = 2,
+    script: str = "loop_forms.py",
+) -> Cluster:
+    command = [str(SCRIPTS / script), *arguments]
+    return Cluster(folder, command, num_training=num_nodes, num_spares=0, num_workers=1, environ=environ)
+
+
+SLOW_FORMS = [
+    *(Form(name, ("3:between", "5:collective", "7:end"), script="several_steps.py") for name in ("ppo", "line_search")),
+    Form("zero_redundancy", ("3:collective", "5:between"), ("--sharded",), script="several_steps.py"),
+    *(
+        Form(name, (f"{step}:{point}", f"{step + 1}:{point}"), script="several_steps.py")
+        for name in ("gan", "ppo", "line_search", "zero_redundancy", "in_backward", "scaler_skips")
+        for step, point in ((6, "between"), (7, "collective"), (8, "end"))
+    ),
+    # its second model is new, then changes its layout, when a newcomer has settled it in rehearsals
+    Form("every_third", ("3:between", "5:between"), restarts=True, script="several_steps.py"),
+]
+
+
+def name_of(form: Form) -> str:
+    kills = form.kills if form in SLOW_FORMS else ()
+    return "-".join([form.name, *(o.strip("-") for o in form.options), *(kill.replace(":", "_") for kill in kills)])
 
 
 def finish(clusters: Sequence[Cluster]) -> None:
@@ -59,15 +91,18 @@ def finish(clusters: Sequence[Cluster]) -> None:
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("form", FORMS, ids=lambda form: "-".join([form.name, *(o.strip("-") for o in form.options)]))
+@pytest.mark.parametrize(
+    "form", [*FORMS, *(pytest.param(form, marks=pytest.mark.slow) for form in SLOW_FORMS)], ids=name_of
+)
 def test_loop_form_whose_rank_is_killed_ends_bit_identical(
     form: Form, tmp_path: Path, fork_server: dict[str, str]
 ) -> None:
     undisturbed, faulted = tmp_path / "undisturbed", tmp_path / "faulted"
+    plain = [form.name, *form.options, "--out"]
     kills = [argument for kill in form.kills for argument in ("--kill", kill)]
     with (
-        start(tmp_path / "a", [form.name, "--out", str(undisturbed), *form.options], fork_server) as without,
-        start(tmp_path / "b", [form.name, "--out", str(faulted), *form.options, *kills], fork_server) as with_kills,
+        start(tmp_path / "a", [*plain, str(undisturbed)], fork_server, script=form.script) as without,
+        start(tmp_path / "b", [*plain, str(faulted), *kills], fork_server, script=form.script) as with_kills,
     ):
         finish([without, with_kills])
         for cluster in (without, with_kills):

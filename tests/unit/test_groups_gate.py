@@ -45,23 +45,23 @@ def cast(_line: Any, rank: int, num_ranks: int, folder: str, ballots: list[list[
 
 def test_vote_outcome_is_the_minimum_of_every_field_on_every_rank(tmp_path: Path) -> None:
     ballots = [
-        [(1, 7, -7, 2, 6), (1, 7, -7, 2, 6), (1, 7, -7, 2, 6)],
-        [(1, 7, -7, 2, 6), (0, 7, -7, 2, 5), (1, 7, -7, 1, 9)],
-        [(1, 8, -8, 0, -1), (1, 7, -7, 0, -1), (1, 8, -8, 0, -1)],
-        [(1, 1 << 40, -(1 << 40), 1 << 33, 1 << 50)] * NUM_RANKS,
+        [(1, 1, 7, -7, 2, 6), (1, 1, 7, -7, 2, 6), (1, 1, 7, -7, 2, 6)],
+        [(1, 1, 7, -7, 2, 6), (0, 1, 7, -7, 2, 5), (1, 0, 7, -7, 1, 9)],
+        [(1, 1, 8, -8, 0, -1), (1, 1, 7, -7, 0, -1), (1, 1, 8, -8, 0, -1)],
+        [(1, 1, 1 << 40, -(1 << 40), 1 << 33, 1 << 50)] * NUM_RANKS,
     ]
     expected = [
-        (1, 7, -7, 2, 6),
-        (0, 7, -7, 1, 5),
-        (1, 7, -8, 0, -1),  # step and neg_step show that the ranks do not agree
-        (1, 1 << 40, -(1 << 40), 1 << 33, 1 << 50),
+        (1, 1, 7, -7, 2, 6),
+        (0, 0, 7, -7, 1, 5),
+        (1, 1, 7, -8, 0, -1),  # step and neg_step show that the ranks do not agree
+        (1, 1, 1 << 40, -(1 << 40), 1 << 33, 1 << 50),
     ]
     assert run_ranks(cast, tmp_path, NUM_RANKS, ballots) == [expected] * NUM_RANKS
 
 
 def cast_without_rank_two(line: Any, rank: int, num_ranks: int, folder: str, how: str) -> Any:
     registry, status = connect(rank, num_ranks, folder)
-    ballot = Ballot(1, 1, -1, 0, -1)
+    ballot = Ballot(1, 1, 1, -1, 0, -1)
     first = vote(registry, status, ballot)
     if rank == 2:
         line.send("voted once")
@@ -88,7 +88,7 @@ def test_vote_that_one_rank_does_not_cast_has_no_outcome_elsewhere(tmp_path: Pat
 
 def test_vote_before_there_is_a_gate_has_no_outcome() -> None:
     status = Status()
-    assert vote(Registry(status), status, Ballot(1, 1, -1, 0, -1)) is None
+    assert vote(Registry(status), status, Ballot(1, 1, 1, -1, 0, -1)) is None
 
 
 # -- the registry

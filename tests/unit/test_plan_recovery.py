@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from p2pstate.plan_recovery import Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
 from p2pstate.types import Part, RoundInfo, SlotRecord, Start, Version, Worker
 
@@ -179,3 +181,28 @@ def test_plan_keeps_a_version_whose_shared_leaves_are_on_two_nodes() -> None:
 def test_plan_of_every_rank_is_the_same_whatever_the_order_of_records() -> None:
     records = everywhere(V6) + everywhere(V7)
     assert plan_recovery(INFO, reports(), records) == plan_recovery(INFO, reports(), records[::-1])
+
+
+def test_plan_goes_on_in_place_only_where_wrappers_have_come_equally_far() -> None:
+    new, changing, settled = b"\0", b"\1", b"\2"
+    survivor, newcomer = 0, 1
+    for stages, in_place in (
+        ({survivor: settled, newcomer: settled}, True),
+        ({survivor: new, newcomer: new}, True),
+        ({survivor: settled, newcomer: new}, False),
+        ({survivor: new, newcomer: settled}, False),
+        ({survivor: settled + new, newcomer: settled + settled}, False),
+        ({survivor: changing, newcomer: changing}, False),
+    ):
+        told = {
+            rank: replace(report, wrappers=stages[newcomer if rank == 3 else survivor])
+            for rank, report in reports(newcomers=(3,)).items()
+        }
+        plan = plan_recovery(INFO, told, everywhere(V7))
+        assert isinstance(plan, Plan) == in_place, stages
+        assert in_place or (isinstance(plan, StartOver) and "DistributedDataParallel" in plan.reason)
+
+
+def test_plan_of_newcomers_only_does_not_ask_how_far_their_wrappers_are() -> None:
+    told = {rank: replace(r, wrappers=bytes([rank % 3])) for rank, r in reports(newcomers=(0, 1, 2, 3)).items()}
+    assert isinstance(plan_recovery(INFO, told, everywhere(V7)), Plan)

@@ -176,13 +176,51 @@ def test_leaf_of_a_distributed_parameter_is_its_local_tensor(fake: int) -> None:
     assert bits(leaf.tensor) == bits(full[2 * fake : 2 * fake + 2])
 
 
-@pytest.mark.usefixtures("gloo")
-def test_capture_of_a_zero_redundancy_optimizer_is_refused() -> None:
+def zero_redundancy() -> tuple[nn.Sequential, Any, TrainingState]:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = net()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW)
-    with pytest.raises(LeafError, match="ZeroRedundancyOptimizer"):
+    groups = [
+        {"params": [*model[0].parameters(), *model[1].parameters()], "lr": 0.3},
+        {"params": model[2].parameters()},
+    ]
+    optimizer = ZeroRedundancyOptimizer(groups, torch.optim.AdamW, lr=0.1, parameters_as_bucket_view=True)
+    return model, optimizer, TrainingState([model], [optimizer], {}, rng=False)
+
+
+@pytest.mark.usefixtures("gloo")
+@pytest.mark.parametrize("num_steps_before", [0, 2])
+def test_restore_of_a_zero_redundancy_optimizer_continues_like_its_twin(num_steps_before: int) -> None:
+    model, optimizer, state = zero_redundancy()
+    train(model, optimizer, 3)
+    optimizer.param_groups[1]["lr"] = 0.2
+    image = image_of(state)
+    train(model, optimizer, 2)
+    end = image_of(state)
+    model, optimizer, state = zero_redundancy()
+    train(model, optimizer, num_steps_before)
+    restore(state, image)
+    assert_same(image_of(state), image)
+    assert optimizer.optim.param_groups[1]["lr"] == 0.2
+    train(model, optimizer, 2)
+    assert_same(image_of(state), end)
+
+
+def test_state_of_a_zero_redundancy_optimizer_is_held_by_this_rank_only(fake: int) -> None:
+    model, optimizer, state = zero_redundancy()
+    train(model, optimizer)
+    leaves = [leaf for leaf in state.collect().leaves if leaf.name.startswith("optimizer/")]
+    assert 0 < len(leaves) < 3 * len(list(model.parameters())), "nothing was divided"
+    assert {leaf.holders for leaf in leaves} == {(fake,)}
+
+
+@pytest.mark.usefixtures("gloo")
+def test_capture_of_a_zero_redundancy_optimizer_that_steps_in_hooks_is_refused() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = net()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, overlap_with_ddp=True)
+    with pytest.raises(LeafError, match="without overlap_with_ddp"):
         TrainingState([model], [optimizer], {}, rng=False)
 
 
