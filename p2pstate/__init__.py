@@ -103,6 +103,7 @@ Layout, from the top down (a file imports only what stands above it):
     planning/plot.py
     planning/command.py
     options.py              what several commands share
+    doctor.py               is this host ready?
     witness.py              a member that only votes
     verdict.py              how a run ended
     cli.py                  p2prun, p2pstate

@@ -19,6 +19,8 @@ from p2pstate.agent.agent import Agent
 from p2pstate.agent.job import Job
 from p2pstate.data.command import add_command as add_data_command
 from p2pstate.data.command import run_command as run_data_command
+from p2pstate.doctor import add_command as add_doctor_command
+from p2pstate.doctor import run_command as run_doctor_command
 from p2pstate.errors import EXIT_CONFIG
 from p2pstate.options import add_detection, add_network, add_run, make_config, operator_config, read_labels
 from p2pstate.planning.command import add_command as add_plan_command
@@ -76,6 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     keygen.add_argument("file", metavar="FILE", help="a new file; an existing one is never overwritten")
     verdict = commands.add_parser("verdict", help="say how a run ended, and exit with the run's exit code")
     verdict.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="p2prun's --run-dir, of this run only")
+    add_doctor_command(commands)
     add_data_command(commands)
     add_plan_command(commands)
     options = parser.parse_args(argv)
@@ -83,6 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _keygen(options.file)
     if options.command == "verdict":
         return _verdict(options.run_dir)
+    if options.command == "doctor":
+        return run_doctor_command(options)
     if options.command == "data":
         return run_data_command(options)
     if options.command == "plan":

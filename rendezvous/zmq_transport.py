@@ -73,6 +73,11 @@ def check_exposure(config: Config) -> None:
         )
 
 
+def has_curve() -> bool:
+    """Can this ZeroMQ encrypt? Its wheels can, some distributions' packages cannot."""
+    return bool(zmq.has("curve"))
+
+
 class ZmqTransport:
     """See transport.Transport. Raises RendezvousError if the address cannot be bound, ValueError if it must not be."""
 

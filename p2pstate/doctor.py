@@ -1,0 +1,311 @@
+"""``p2pstate doctor``: is this host ready for a run, and what to do where it is not.
+
+In: the network options a node would get. Out: findings, each with what it means and how to put it right.
+Invariants: nothing is left behind, on this host or on others; every look at the network has a deadline; one check that
+fails does not keep the others from being made.
+Known limits: other hosts are only asked whether somebody listens at a contact; whether their clocks, keys or versions
+fit shows when they join.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import importlib.metadata
+import ipaddress
+import json
+import os
+import resource
+import shutil
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from p2pstate.options import add_network, operator_config
+from rendezvous.config import Config, split_endpoint
+from rendezvous.discovery import read_contacts
+from rendezvous.interfaces import interface_host
+from rendezvous.types import RendezvousError, split_address
+from rendezvous.zmq_transport import ZmqTransport, has_curve
+
+__all__ = ["Finding", "Level", "add_command", "run_command"]
+
+MIN_OPEN_FILES = 4096
+MIN_LOCKED_BYTES = 1 << 30
+MIN_SHM_BYTES = 1 << 30
+MIN_FREE_SHARE = 0.1
+CONNECT_S = 2.0
+NOBODY = "127.0.0.1:1"  # a contact for a look at this host alone
+_ENTRY_POINTS = {"torchrun.handlers": "p2p", "torch.backends": "p2pstate", "rendezvous.agents": "p2pstate"}
+
+
+class Level(enum.StrEnum):
+    OK = "ok"
+    WARNING = "warning"
+    PROBLEM = "problem"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """`fix` is empty where nothing is to be done."""
+
+    subject: str
+    level: Level
+    text: str
+    fix: str = ""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="look whether this host is ready for a run",
+        description="Look whether this host is ready for a run: plug-ins, key, addresses, ports, limits, memory. Give "
+        "it the options that the node gets. Exit code: 0 ready (perhaps with warnings), 1 something must be fixed.",
+    )
+    parser.add_argument("--run-id", default="doctor", help=argparse.SUPPRESS)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_network(parser)
+
+
+def run_command(options: argparse.Namespace) -> int:
+    findings = examine(options)
+    if options.json:
+        print(json.dumps({"ready": is_ready(findings), "findings": [asdict(finding) for finding in findings]}))
+    else:
+        for finding in findings:
+            fix = f"\n{'':25}-> {finding.fix}" if finding.fix else ""
+            print(f"{finding.level:<10}{finding.subject:<15}{finding.text}{fix}")
+    return 0 if is_ready(findings) else 1
+
+
+def is_ready(findings: list[Finding]) -> bool:
+    return not any(finding.level is Level.PROBLEM for finding in findings)
+
+
+def examine(options: argparse.Namespace) -> list[Finding]:
+    """Everything there is to say about this host."""
+    checks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("plug-ins", check_plugins),
+        ("encryption", check_encryption),
+        ("network", lambda: check_network(options)),
+        ("interfaces", lambda: check_interfaces(os.environ)),
+        ("kernel", check_kernel),
+        ("open files", lambda: check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))),
+        ("locked memory", lambda: check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_card())),
+        ("memory", lambda: check_memory(*memory_bytes())),
+        ("/dev/shm", lambda: check_shared_memory(shutil.disk_usage("/dev/shm").free)),
+    ]
+    findings: list[Finding] = []
+    for subject, check in checks:
+        try:
+            findings += check()
+        except Exception as error:  # whatever this host has in store: the other checks are made all the same
+            findings.append(Finding(subject, Level.PROBLEM, f"this could not be looked at: {error!r}"))
+    return findings
+
+
+def check_plugins() -> Iterator[Finding]:
+    """What torchrun and `import torch` find installed, loaded as they load it."""
+    for group, name in _ENTRY_POINTS.items():
+        found = [entry for entry in importlib.metadata.entry_points(group=group) if entry.name == name]
+        if not found:
+            fix = "install the package (pip install p2pstate); a checkout on PYTHONPATH alone declares none"
+            yield Finding("plug-ins", Level.PROBLEM, f"no entry point {name!r} is installed for {group}", fix)
+            continue
+        try:
+            found[0].load()
+        except Exception as error:  # anything an import can raise
+            fix = "install the package's dependencies again (pip install --force-reinstall p2pstate)"
+            yield Finding("plug-ins", Level.PROBLEM, f"{group}: {name!r} cannot be loaded: {error!r}", fix)
+        else:
+            yield Finding("plug-ins", Level.OK, f"{group}: {name!r} loads")
+    if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
+        text = "TORCH_DEVICE_BACKEND_AUTOLOAD=0: under torchrun, workers make a TCPStore at MASTER_ADDR"
+        yield Finding("plug-ins", Level.WARNING, text, "unset it")
+
+
+def check_encryption() -> Iterator[Finding]:
+    if has_curve():
+        yield Finding("encryption", Level.OK, "ZeroMQ has CURVE")
+    else:
+        yield Finding("encryption", Level.PROBLEM, "this ZeroMQ has no CURVE", "install pyzmq from its wheels")
+
+
+def check_network(options: argparse.Namespace) -> Iterator[Finding]:
+    """The key, the contacts, the address this node would listen at, and the one it would tell."""
+    contacts = tuple(part.strip() for part in options.contacts.split(",") if part.strip())
+    if not contacts:
+        yield Finding("contacts", Level.WARNING, "none were given: only this host is looked at", "give --contacts")
+    try:
+        config = operator_config(argparse.Namespace(**{**vars(options), "contacts": options.contacts or NOBODY}))
+        transport = ZmqTransport(config)
+    except (ValueError, RendezvousError, OSError) as error:
+        yield Finding("address", Level.PROBLEM, str(error), "change the option that this is about")
+        return
+    if not config.key and config.insecure:
+        text = "--insecure: whoever reaches this node can join or end the run"
+        yield Finding("key", Level.WARNING, text, "make a key: p2pstate keygen FILE, and --key-file FILE on every node")
+    else:
+        yield Finding("key", Level.OK, "a key was read" if config.key else "none, and none is needed on loopback")
+    try:
+        yield Finding("address", Level.OK, f"listens at {config.bind}; others are told {transport.address}")
+        yield from check_port(config)
+        yield from check_contacts(contacts, transport.address)
+    finally:
+        transport.close(0.0)
+
+
+def check_port(config: Config, ports: str | None = None) -> Iterator[Finding]:
+    """A fixed port that the kernel also gives to others may be taken when an agent is started again."""
+    _, port = split_endpoint(config.bind, "bind", any_port=True)
+    text = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text() if ports is None else ports
+    low, high = (int(word) for word in text.split())
+    if port and low <= port <= high:
+        what = f"port {port} is among those that the kernel gives to outgoing connections ({low} to {high})"
+        yield Finding("port", Level.WARNING, what, f"choose one below {low}, or it may be taken after a restart")
+
+
+def check_contacts(contacts: tuple[str, ...], own: str) -> Iterator[Finding]:
+    addresses, problems = read_contacts(contacts)
+    for problem in problems:
+        yield Finding("contacts", Level.WARNING, problem, "any other contact is enough; this one is read again later")
+    if contacts and not addresses:
+        yield Finding("contacts", Level.PROBLEM, "no contact gives an address", "check the names, or list addresses")
+    own_is_loopback = ipaddress.ip_address(split_address(own)[0]).is_loopback
+    for address in addresses:
+        loopback = ipaddress.ip_address(split_address(address)[0]).is_loopback
+        if own_is_loopback and not loopback:
+            text = f"others are told the loopback address {own}, but the contact {address} is on another host"
+            yield Finding("contacts", Level.PROBLEM, text, "give --bind, --iface or --advertise")
+            return
+        if address != own:
+            yield Finding("contacts", Level.OK, f"{address}: {reach(address)}")
+
+
+def reach(address: str) -> str:
+    """Whether somebody listens at `address`, in words. Before a run starts, nobody need."""
+    try:
+        with socket.create_connection(split_address(address), CONNECT_S):
+            return "somebody listens there"
+    except ConnectionRefusedError:
+        return "the host answers, nobody listens there yet"
+    except OSError as error:
+        return f"no answer ({error}): the host is down, or a firewall drops the connection"
+
+
+def check_interfaces(env: Mapping[str, str]) -> Iterator[Finding]:
+    """Interfaces that gloo and NCCL were told to use exist here. NCCL also knows prefixes, `=` and `^`."""
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for name in filter(None, env.get(variable, "").split(",")):
+            if variable.startswith("NCCL") and not name.startswith("="):
+                continue
+            try:
+                host = interface_host(name.removeprefix("="))
+            except ValueError as error:
+                yield Finding("interfaces", Level.PROBLEM, f"{variable}: {error}", f"correct or unset {variable}")
+            else:
+                yield Finding("interfaces", Level.OK, f"{variable}: {name} has {host}")
+    name = socket.gethostname()
+    try:
+        found = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+    except OSError:
+        found = []
+    if not env.get("GLOO_SOCKET_IFNAME") and all(ipaddress.ip_address(a.partition("%")[0]).is_loopback for a in found):
+        where = ", ".join(found) or "nothing"
+        text = (
+            f"the host name {name} resolves to {where}, where gloo then listens: ranks of other hosts do not reach it"
+        )
+        fix = "set GLOO_SOCKET_IFNAME=IFACE, or let the name resolve to this host's address (not on one host alone)"
+        yield Finding("interfaces", Level.WARNING, text, fix)
+
+
+def check_kernel() -> Iterator[Finding]:
+    """What the agent needs of the kernel: memory without a file, descriptors of processes."""
+    try:
+        os.close(os.memfd_create("p2pstate-doctor"))
+        os.close(os.pidfd_open(os.getpid()))
+    except OSError as error:
+        text = f"memfd_create or pidfd_open is refused: {error}"
+        yield Finding(
+            "kernel", Level.PROBLEM, text, "allow both in the container's seccomp profile (Linux 5.3 or newer)"
+        )
+    else:
+        yield Finding("kernel", Level.OK, f"Linux {os.uname().release}: memfd_create and pidfd_open work")
+
+
+def check_open_files(soft: int, hard: int) -> Iterator[Finding]:
+    if soft == resource.RLIM_INFINITY or soft >= MIN_OPEN_FILES:
+        yield Finding("open files", Level.OK, f"{_number(soft)} allowed")
+        return
+    level = Level.WARNING if soft >= MIN_OPEN_FILES // 8 else Level.PROBLEM
+    fix = f"ulimit -n {MIN_OPEN_FILES}" if hard == resource.RLIM_INFINITY or hard >= MIN_OPEN_FILES else ""
+    fix = fix or f"raise the hard limit ({_number(hard)}) in limits.conf, the service's LimitNOFILE or the container"
+    text = f"{soft} allowed: agents and workers hold some for each other node and rank, and loaders many more"
+    yield Finding("open files", level, text, fix)
+
+
+def check_locked_memory(limit: int, card: bool) -> Iterator[Finding]:
+    if limit == resource.RLIM_INFINITY or limit >= MIN_LOCKED_BYTES:
+        yield Finding("locked memory", Level.OK, f"{_bytes(limit)} allowed")
+    else:
+        level = Level.WARNING if card else Level.OK
+        text = f"{_bytes(limit)} allowed; RDMA needs more, TCP does not"
+        yield Finding("locked memory", level, text, "ulimit -l unlimited (limits.conf, LimitMEMLOCK)" if card else "")
+
+
+def check_memory(total: int, available: int, limit: int | None) -> Iterator[Finding]:
+    """`limit` is that of the control group, None without one."""
+    share = available / total if total else 0.0
+    text = f"{_bytes(available)} of {_bytes(total)} available" + (
+        f", control group limit {_bytes(limit)}" if limit else ""
+    )
+    if share < MIN_FREE_SHARE:
+        fix = "end what else runs here; the vault keeps up to four copies of what is unique to each rank of this node"
+        yield Finding("memory", Level.WARNING, text, fix)
+    else:
+        yield Finding("memory", Level.OK, text)
+
+
+def check_shared_memory(free: int) -> Iterator[Finding]:
+    if free >= MIN_SHM_BYTES:
+        yield Finding("/dev/shm", Level.OK, f"{_bytes(free)} free")
+    else:
+        text = f"{_bytes(free)} free: the vault does not use it, NCCL and data loaders with worker processes do"
+        yield Finding("/dev/shm", Level.WARNING, text, "docker --shm-size=8g; Kubernetes: an emptyDir of medium Memory")
+
+
+def memory_bytes() -> tuple[int, int, int | None]:
+    """-> (total, available, the control group's limit or None)."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    table = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
+    total, available = table["MemTotal"], table["MemAvailable"]
+    limit = _group_limit(Path("/sys/fs/cgroup"))
+    if limit is not None and limit < total:
+        return limit, min(available, limit), limit
+    return total, available, None
+
+
+def _group_limit(root: Path) -> int | None:
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        try:
+            text = (root / name).read_text().strip()
+        except OSError:
+            continue
+        return int(text) if text.isdigit() else None
+    return None
+
+
+def has_card() -> bool:
+    return any(Path("/dev").glob("nvidia[0-9]*"))
+
+
+def _number(limit: int) -> str:
+    return "any number" if limit == resource.RLIM_INFINITY else str(limit)
+
+
+def _bytes(number: int) -> str:
+    if number == resource.RLIM_INFINITY:
+        return "any amount"
+    unit, name = (2**30, "GiB") if number >= 2**30 else (2**20, "MiB")
+    return f"{number / unit:.1f} {name}"
