@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import msgpack
@@ -95,6 +95,10 @@ class Capturer:
         self._pairs: dict[Part, SlotPair] = {}
         self._layouts: dict[Part, _KnownLayout] = {}
         self._divisions: dict[tuple[int, ...], _Division] = {}
+
+    def retain(self, parts: Collection[Part]) -> None:
+        """Forget the memory of all other parts: the vault is about to let it go."""
+        self._pairs = {part: pair for part, pair in self._pairs.items() if part in parts}
 
     def capture(self, collected: Collected, version: Version, keep: Version | None) -> list[Image]:
         """Copy the state into this rank's slots. The caller may change the state as soon as this returns."""

@@ -19,7 +19,7 @@ from p2pstate.replicate import Shipper
 from p2pstate.settings import Settings
 from p2pstate.state import TrainingState
 from p2pstate.stats import ProtectionStats
-from p2pstate.types import Version
+from p2pstate.types import Part, Version
 from p2pstate.versions import Course
 from p2pstate.worker.context import WorkerContext
 
@@ -41,6 +41,8 @@ class Protection:
         self._shipper = self._make_shipper()
         self._course = Course(settings.every)
         self._captured_since_vote = False
+        self._written: set[Part] = set()  # the parts of the version captured last, the wards' among them
+        self._needs: tuple[int, set[Part]] = (0, set())  # the agent was told that in this round these are needed
         self._num_skipped_before_captured = 0  # between the version that is kept and the one captured last
 
     @property
@@ -75,7 +77,18 @@ class Protection:
         self._course = before.committed(step, Version(voted.protected_epoch, voted.protected_step))
         if self._course.kept != before.kept:
             self._num_skipped_before_captured = before.num_skipped_in_a_row
+            self._tell_needs()
         self.stats.num_skipped += max(0, self._course.num_skipped_in_a_row - before.num_skipped_in_a_row)
+
+    def _tell_needs(self) -> None:
+        """What is captured in this round is protected: memory of other parts serves nobody any more."""
+        captured = self._course.captured
+        if captured is None or self._needs == (captured.epoch, self._written):
+            return
+        self._needs = (captured.epoch, self._written)
+        self._capturer.retain(self._written)
+        parts = [list(part) for part in sorted(self._written)]
+        self._context.link.send("needs", epoch=captured.epoch, num_local=self._context.num_local, parts=parts)
 
     def capture_if_due(self, epoch: int, step: int) -> None:
         """Between two steps: copy the state into the own slots, and start shipping it."""
@@ -86,6 +99,7 @@ class Protection:
         began = time.monotonic()
         images = self._capturer.capture(self._state.collect(), version, keep)
         self._course = self._course.captures(version)
+        self._written = {image.part for image in images} | {Part.own(ward) for ward in self._context.wards}
         self._captured_since_vote = True
         self._shipper.ship(images, keep, transport, began)
         self.stats.capture_s.append(time.monotonic() - began)

@@ -3,6 +3,8 @@
 In: requests for memory from the node's workers. Out: memfds, and an inventory read from the slots' own headers. Nothing
 is ever written here: workers write through their mappings, the headers say what is complete.
 
+Memory that nobody needs any more (a former ward's) is given up by :meth:`Vault.retain`.
+
 Invariants: a slot belongs to one (part, index) pair; asking for it again with the same size gives the same memory, so a
 replacement finds what its predecessor completed; a larger request replaces the memory of that slot only. No name in a
 file system exists: memory goes when the last process that has it mapped ends.
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import os
 import resource
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from p2pstate.errors import P2PStateError
@@ -84,6 +87,13 @@ class Vault:
     def open(self, slot_id: int) -> int | None:
         """The descriptor of a slot (stays ours), or None when it does not exist any more."""
         return next((entry.fd for entry in self._entries.values() if entry.slot_id == slot_id), None)
+
+    def retain(self, parts: Collection[Part]) -> list[Part]:
+        """Let go of all slots of other parts; returns which these were. Who has one mapped keeps its memory."""
+        gone = [key for key in self._entries if key[0] not in parts]
+        for key in gone:
+            os.close(self._entries.pop(key).fd)
+        return sorted({part for part, _ in gone})
 
     def records(self) -> list[SlotRecord]:
         """What every slot holds right now, by its own header."""

@@ -7,7 +7,7 @@ worker/link.py for the other end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from p2pstate.types import Part
 from p2pstate.vault import Vault, VaultFull
@@ -18,7 +18,13 @@ from rendezvous.types import StoreReply
 
 __all__ = ["Requests"]
 
-Asker = TypeVar("Asker")
+
+class _HasRank(Protocol):
+    @property
+    def rank(self) -> int | None: ...
+
+
+Asker = TypeVar("Asker", bound=_HasRank)
 
 
 class Requests(Generic[Asker]):
@@ -34,11 +40,14 @@ class Requests(Generic[Asker]):
         self._tell = tell
         self._vault = vault
         self._lineage = lineage
+        self._needs_round = 0
+        self._needed: dict[int | None, set[Part]] = {}  # of each rank that has said so in that round
         self.handlers: dict[str, Callable[..., None]] = {
             "store": self._store,
             "allocate": self._allocate,
             "open": self._open,
             "inventory": self._inventory,
+            "needs": self._needs,
         }
 
     def _reply(self, worker: Asker, number: int, fd: int | None = None, **fields: Any) -> None:
@@ -51,8 +60,11 @@ class Requests(Generic[Asker]):
         self._node.store_request(epoch, op, args, deadline_s, reply)
 
     def _allocate(self, worker: Asker, id: int, part: list[Any], index: int, num_bytes: int) -> None:
+        wanted = Part.unpack(part)
+        if worker.rank in self._needed:
+            self._needed[worker.rank].add(wanted)
         try:
-            _, fd = self._vault.allocate(Part.unpack(part), index, num_bytes)
+            _, fd = self._vault.allocate(wanted, index, num_bytes)
         except VaultFull as error:
             self._reply(worker, id, error=str(error))
         else:
@@ -60,6 +72,16 @@ class Requests(Generic[Asker]):
 
     def _open(self, worker: Asker, id: int, slot: int) -> None:
         self._reply(worker, id, self._vault.open(slot))
+
+    def _needs(self, worker: Asker, epoch: int, num_local: int, parts: list[list[Any]]) -> None:
+        """Everything is protected in ``parts``, as far as this worker writes it. Once all on the node have said which
+        parts theirs are, the others (of former wards) are let go."""
+        if epoch > self._needs_round:
+            self._needs_round = epoch
+            self._needed.clear()
+        self._needed[worker.rank] = {Part.unpack(part) for part in parts}
+        if len(self._needed) == num_local:
+            self._vault.retain(set().union(*self._needed.values()))
 
     def _inventory(self, worker: Asker, id: int) -> None:
         records = [record.pack() for record in self._vault.records()]

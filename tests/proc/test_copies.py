@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -103,6 +104,38 @@ def test_ranks_that_ask_for_different_numbers_of_copies_end_the_run_with_both(
             time.sleep(0.02)
         assert set(cluster.exit_codes().values()) == {78}, cluster.log_tails()
         assert "rank 1 asks for copies=2 and rank 0 for copies=1" in cluster.log_tails()
+
+
+def shards_kept(cluster: Cluster, name: str) -> set[str]:
+    """Whose shards a node's vault has memory for, by the names of its memory files."""
+    folder, found = Path(f"/proc/{cluster.nodes[name].process.pid}/fd"), set()
+    for entry in folder.iterdir():
+        with suppress(FileNotFoundError):  # the agent opens and closes others meanwhile
+            target = str(entry.readlink())
+            if target.startswith("/memfd:p2pstate-own"):
+                found.add(target.removeprefix("/memfd:p2pstate-").split("-")[0])
+    return found
+
+
+def test_copies_of_former_wards_are_let_go_once_new_partners_have_theirs(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    """A node of rack b dies, and one of rack a takes its place: ranks 0 and 1, 2 and 3 were partners until then."""
+    script = [PARALLEL, "fsdp_uneven", str(tmp_path), "100000", "-"]
+    with Cluster(
+        tmp_path / "run", script, num_training=4, num_spares=1, num_workers=1, environ=fork_server, racks="ababa"
+    ) as cluster:
+        deadline, history = time.monotonic() + DEADLINE_S, cluster.events.new()
+        while not any(event["event"] == "step" and event["step"] > 4 for event in history):
+            assert time.monotonic() < deadline, cluster.log_tails()
+            history = cluster.events.new()
+        assert shards_kept(cluster, "node0") == {"own0", "own1"}
+        cluster.kill_node("node1")
+        expected = {"node0": {"own0", "own2"}, "node2": {"own2", "own0"}, "node3": {"own3", "own1"}}
+        expected["node4"] = {"own1", "own3"}
+        while {name: shards_kept(cluster, name) for name in expected} != expected:
+            assert time.monotonic() < deadline, cluster.log_tails()
+            time.sleep(0.05)
 
 
 def test_node_that_is_alone_says_what_its_copies_do_not_protect_from(

@@ -30,6 +30,21 @@ def test_slot_completed_by_one_process_is_read_through_another_mapping() -> None
     assert (record.slot, record.version, record.num_bytes) == (slot_id, Version(2, 9), 5)
 
 
+def test_vault_lets_go_of_the_parts_that_nobody_needs_and_keeps_the_others() -> None:
+    vault = Vault("n")
+    slots = {rank: [vault.allocate(Part.own(rank), index, 100)[0] for index in (0, 1)] for rank in (0, 1, 2)}
+    _, fd = vault.allocate(Part.own(1), 0, 100)
+    header = fill(Slot(fd), b"still mine", Version(1, 1))
+    mapped = Slot(fd)
+    assert vault.retain({Part.own(0), Part.own(2)}) == [Part.own(1)]
+    assert {record.slot for record in vault.records()} == {*slots[0], *slots[2]}
+    assert vault.open(slots[1][0]) is None
+    assert mapped.verify(header), "who has it mapped can read on"
+    assert vault.retain({Part.own(0), Part.own(2)}) == []
+    again, _ = vault.allocate(Part.own(1), 0, 100)
+    assert again not in slots[1]
+
+
 def test_slot_being_written_holds_no_version() -> None:
     _, fd = Vault("n").allocate(Part.own(0), 0, 1000)
     slot = Slot(fd)
