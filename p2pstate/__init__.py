@@ -73,6 +73,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/sentences.py      what a person reads
     agent/weaknesses.py
     agent/requests.py       what workers ask of their agent
+    agent/status.py         what an operator is told
     agent/agent.py          rendezvous, vault and workers together
     agent/companion.py      the vault of a torchrun node
     data/permutation.py     data/: p2pstate.data, which uses nothing of what stands above
@@ -106,6 +107,7 @@ Layout, from the top down (a file imports only what stands above it):
     doctor.py               is this host ready?
     witness.py              a member that only votes
     verdict.py              how a run ended
+    operating.py            p2prun status, stop, assume-dead
     cli.py                  p2prun, p2pstate
 End of layout.
 """

@@ -22,16 +22,15 @@ from p2pstate.data.command import run_command as run_data_command
 from p2pstate.doctor import add_command as add_doctor_command
 from p2pstate.doctor import run_command as run_doctor_command
 from p2pstate.errors import EXIT_CONFIG
-from p2pstate.options import add_detection, add_network, add_run, make_config, operator_config, read_labels
+from p2pstate.operating import OPERATING
+from p2pstate.options import add_detection, add_network, add_run, make_config, read_labels
 from p2pstate.planning.command import add_command as add_plan_command
 from p2pstate.planning.command import run_command as run_plan_command
 from p2pstate.verdict import read_verdict
 from p2pstate.witness import Witness
 from rendezvous.config import Config
 from rendezvous.keys import make_key_file
-from rendezvous.operator import Operator
 from rendezvous.types import RendezvousError, Role
-from rendezvous.zmq_transport import ZmqTransport
 
 __all__ = ["main", "p2prun"]
 
@@ -43,8 +42,8 @@ def p2prun(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["witness"]:
         return _witness(arguments[1:])
-    if arguments[:1] == ["assume-dead"]:
-        return _assume_dead(arguments[1:])
+    if arguments and arguments[0] in OPERATING:
+        return OPERATING[arguments[0]](arguments[1:])
     options = _parser().parse_args(arguments)
     try:
         config, job = _configure(options)
@@ -117,43 +116,6 @@ def _witness(arguments: Sequence[str]) -> int:
 
     _end_on_signals(witness, config.name)
     return witness.run()
-
-
-def _assume_dead(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
-        prog="p2prun assume-dead",
-        description="Tell a run that waits for a silent node that this node is gone. Say so only if you know that none "
-        "of its processes runs any more (the host is off, or was booted anew), and that no other node of the run goes "
-        "on with it elsewhere: two groups might train otherwise. A node that comes back is counted out. Refused while "
-        "any contact still hears from the node. Exit code: 0 taken, 1 refused or nobody answered, 78 bad options.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    parser.add_argument("node", metavar="NODE", help="its name in the run")
-    parser.add_argument("--run-id", default=os.environ.get("P2PSTATE_RUN_ID", "default"), help="as on the nodes")
-    parser.add_argument("--reason", default="an operator says so", metavar="TEXT", help="becomes part of the log")
-    parser.add_argument("--timeout", type=float, default=15.0, metavar="S", help="give up after this long")
-    add_network(parser)
-    options = parser.parse_args(arguments)
-    try:
-        config = operator_config(options)
-        transport = ZmqTransport(config)
-    except (ValueError, RendezvousError, OSError) as error:
-        print(f"p2prun assume-dead: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    try:
-        outcome = Operator(config, transport, options.node, options.reason).assume_dead(options.timeout)
-    finally:
-        transport.close(0.5)
-    for name, answer in sorted(outcome.answers.items()):
-        print(f"{name}: {answer.text}")
-    if not outcome.answers:
-        tried = "; ".join(outcome.problems) or ", ".join(config.contacts)
-        print(
-            f"p2prun assume-dead: nobody answered within {options.timeout:g} s ({tried}). Check --contacts, --run-id "
-            f"and --key-file, and that the nodes can reach {transport.address} (--bind, --advertise)",
-            file=sys.stderr,
-        )
-    return 0 if outcome.done else 1
 
 
 def _keygen(path: str) -> int:

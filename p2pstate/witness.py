@@ -15,6 +15,7 @@ from p2pstate.errors import EXIT_REPLACE
 from rendezvous.agent import has_left
 from rendezvous.config import Config
 from rendezvous.node import Node
+from rendezvous.standing import standing_of
 from rendezvous.types import Change, Member, MemberChange, MemberKey, Verdict, View
 
 __all__ = ["Witness"]
@@ -72,6 +73,9 @@ class Witness:
             self._say(f"node {change.member.name} is gone: {change.reason}")
 
     def on_message(self, sender: MemberKey, kind: str, body: Any) -> None: ...
+
+    def answer(self, kind: str, body: Any) -> Any:
+        return standing_of(self.node) if kind == "status" else None
 
     def on_verdict(self, verdict: Verdict) -> None:
         self._code = verdict.code

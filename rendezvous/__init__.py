@@ -23,12 +23,13 @@ core.py            all of it as step(event, now) -> effects
 discovery.py       where contacts come from
 transport.py       the network as one small interface
 zmq_transport.py   the real one
-operator.py        the word of an operator, from outside
+operator.py        asking and telling a run from outside
 store_shard.py     one member's keys of one round
 store_router.py    which shard, and getting there
 fence_command.py   a command that tells whether a node is gone
 node.py            the loop: receive -> step -> effects
 local.py           the line between a node's agent and its other processes
+standing.py        what a node can tell of its run
 store.py           torch's Store on top
 processes.py       processes that are not our children
 autoload.py        env:// without a TCPStore, in torchrun's workers

@@ -26,7 +26,9 @@ from rendezvous.discovery import local_binds
 from rendezvous.local import LocalServer, store_reply_message
 from rendezvous.node import Node
 from rendezvous.processes import kill_marked, open_pidfd
+from rendezvous.standing import standing_of
 from rendezvous.types import (
+    EXIT_STOPPED,
     Change,
     Member,
     MemberChange,
@@ -126,6 +128,15 @@ class NodeAgent:
     def on_message(self, sender: MemberKey, kind: str, body: Any) -> None:
         if kind == "done" and isinstance(body, list) and len(body) == 2 and all(isinstance(n, int) for n in body):
             self._place_done(*body)
+
+    def answer(self, kind: str, body: Any) -> Any:
+        """What an operator outside the run asks (p2prun status, p2prun stop)."""
+        if kind == "status":
+            return standing_of(self.node)
+        if kind == "stop" and isinstance(body, str):
+            self.node.declare(Verdict(EXIT_STOPPED, f"stopped by an operator: {body}", self.node.key))
+            return {"taken": True}
+        return None
 
     def on_verdict(self, verdict: Verdict) -> None:
         self.say(f"the run has ended: {verdict.text}")

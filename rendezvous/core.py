@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rendezvous.agreement import Agreement, Decider
 from rendezvous.config import Config
 from rendezvous.detector import Detector
-from rendezvous.effects import Deliver, Effect, Evicted, Installed, JobEnded, Outbox, Send, Waiting
+from rendezvous.effects import Asked, Deliver, Effect, Evicted, Installed, JobEnded, Outbox, Send, Waiting
 from rendezvous.events import (
     AssumeDead,
     ConnectionLost,
@@ -36,11 +36,13 @@ from rendezvous.messages import (
     Accept,
     AcceptedVote,
     Ack,
+    Answer,
     AppMessage,
     Beat,
     Decided,
     Ended,
     Fence,
+    FenceAnswer,
     Gossip,
     IndirectAck,
     Join,
@@ -49,6 +51,7 @@ from rendezvous.messages import (
     PingRequest,
     Prepare,
     Promise,
+    Question,
     Reject,
     Status,
     StoreCall,
@@ -226,6 +229,11 @@ class Core:
             case Fence():
                 self._out.put(Send(envelope.address, envelope.sender, self._fences.asked(message, now)))
                 return
+            case Question():
+                self._out.put(Asked(envelope.sender, envelope.address, message))
+                return
+            case FenceAnswer() | Answer():
+                return  # meant for an operator
             case _:
                 pass
         record = self.membership.records.get(sender)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from rendezvous.messages import Message
+from rendezvous.messages import Message, Question
 from rendezvous.types import Member, MemberChange, MemberKey, Verdict, View
 
 
@@ -81,7 +81,18 @@ class Deliver:
     message: Message
 
 
-Effect: TypeAlias = Send | Dial | AskFence | Forget | Changed | Installed | Evicted | Waiting | JobEnded | Deliver
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """The application is asked something by somebody who is no member; the answer goes to `address`."""
+
+    sender: MemberKey
+    address: str
+    question: Question
+
+
+Effect: TypeAlias = (
+    Send | Dial | AskFence | Forget | Changed | Installed | Evicted | Waiting | JobEnded | Deliver | Asked
+)
 
 
 @dataclass(slots=True)

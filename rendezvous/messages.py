@@ -289,6 +289,22 @@ class FenceAnswer:
     text: str
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Somebody who is no member, but has the run's key, asks the receiver's application for something."""
+
+    kind: str
+    body: Any = field(hash=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What the application says; `kind` is the question's."""
+
+    kind: str
+    body: Any = field(hash=False)
+
+
 Message: TypeAlias = (
     Join
     | JoinRefused
@@ -312,4 +328,6 @@ Message: TypeAlias = (
     | StoreResult
     | Fence
     | FenceAnswer
+    | Question
+    | Answer
 )

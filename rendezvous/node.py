@@ -24,7 +24,7 @@ from rendezvous.core import Core
 from rendezvous.discovery import ContactReader, is_literal, publish, read_contacts
 from rendezvous.fence_command import FenceCommand
 from rendezvous.membership import Record
-from rendezvous.messages import AppMessage, Message, Status, StoreCall, StoreResult
+from rendezvous.messages import Answer, AppMessage, Message, Status, StoreCall, StoreResult
 from rendezvous.store_router import StoreRouter
 from rendezvous.transport import Incoming, Transport
 from rendezvous.types import Application, Member, MemberKey, StoreReply, Verdict, View
@@ -273,6 +273,8 @@ class Node:
                 if effect.verdict.code != 0:
                     self._store.end()  # nobody waits for those who have given up
                 self._application.on_verdict(effect.verdict)
+            case out.Asked():
+                self._answer(effect)
             case out.Deliver():
                 self._deliver(effect.sender, effect.message)
 
@@ -280,6 +282,11 @@ class Node:
         frame = encode(Envelope(self.config.run_id, self._core.nonce, self.key, self._core.me.address, to, message))
         if not self._transport.send(address, frame):
             self.counters.dropped += 1
+
+    def _answer(self, asked: out.Asked) -> None:
+        answer = getattr(self._application, "answer", lambda kind, body: None)(asked.question.kind, asked.question.body)
+        if answer is not None:
+            self._send(asked.address, asked.sender, Answer(asked.question.kind, answer))
 
     def _deliver(self, sender: Member, message: Message) -> None:
         match message:

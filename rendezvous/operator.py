@@ -1,6 +1,7 @@
-"""An operator's word from outside the run: members are asked about a node, then told to count it as gone.
+"""An operator outside the run: asks its members something, or tells them to count a node as gone.
 
-Flows in: the run's id, contacts and key, a node's name. Flows out: what members said, and whether the word was taken.
+Flows in: the run's id, contacts and key, a question or a node's name. Flows out: what members said, and whether a word
+was taken.
 Invariants: no word is given while any member that was reached still hears from the node; the operator is no member and
 has no vote; every wait ends at the deadline.
 Limits: members answer to the address of the operator's own socket, so they must be able to reach it.
@@ -9,18 +10,67 @@ Limits: members answer to the address of the operator's own socket, so they must
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from rendezvous.config import Config
 from rendezvous.discovery import read_contacts
-from rendezvous.messages import Fence, FenceAnswer, Standing
+from rendezvous.messages import Answer, Fence, FenceAnswer, Message, Question, Standing
 from rendezvous.transport import Transport
 from rendezvous.types import MemberKey
 from rendezvous.wire import Envelope, WireError, decode, encode
 
 _AGAIN_S = 0.5
 _OTHERS_S = 1.5  # once somebody has answered, the others get this long to object
+
+
+class Line:
+    """To the members of a run, from outside. `transport` belongs to the caller."""
+
+    def __init__(self, config: Config, transport: Transport) -> None:
+        self._config = config
+        self._transport = transport
+        self._me = MemberKey(config.name, time.time_ns() // 1000)
+
+    def exchange(self, addresses: Iterable[str], message: Message, until_s: float) -> Iterator[Envelope]:
+        """Send to each address; what comes back by `until_s`, or until all of them have answered."""
+        frame = encode(Envelope(self._config.run_id, "", self._me, self._transport.address, None, message))
+        waiting = {address for address in addresses if address != self._transport.address}
+        for address in waiting:
+            self._transport.send(address, frame)
+        while waiting and (left_s := until_s - time.monotonic()) > 0:
+            for incoming in self._transport.poll(left_s).frames:
+                try:
+                    envelope = decode(incoming)
+                except WireError:
+                    continue
+                if envelope.to == self._me:
+                    waiting.discard(envelope.address)
+                    yield envelope
+
+    def ask(
+        self, kind: str, body: Any, timeout_s: float, members: Callable[[Any], Mapping[str, str]] = lambda answer: {}
+    ) -> dict[str, Any]:
+        """What each member's application answers, by the member's name; empty when time is over.
+
+        The contacts are asked until one answers, then, once more, the members that `members` finds in the answers (name
+        -> address).
+        """
+        question, answers = Question(kind, body), dict[str, Any]()
+
+        def hear(addresses: Iterable[str], until_s: float) -> None:
+            for envelope in self.exchange(addresses, question, until_s):
+                answer = envelope.message
+                if isinstance(answer, Answer) and answer.kind == kind:
+                    answers[envelope.sender.name] = answer.body
+
+        until_s = time.monotonic() + timeout_s
+        while not answers and (now := time.monotonic()) < until_s:
+            hear(read_contacts(self._config.contacts)[0], min(until_s, now + _AGAIN_S))
+        known = {name: address for answer in list(answers.values()) for name, address in members(answer).items()}
+        hear([known[name] for name in known.keys() - answers.keys()], min(until_s, time.monotonic() + _OTHERS_S))
+        return answers
 
 
 @dataclass(slots=True)
@@ -40,8 +90,7 @@ class Operator:
 
     def __init__(self, config: Config, transport: Transport, name: str, reason: str) -> None:
         self._config = config
-        self._transport = transport
-        self._me = MemberKey(config.name, time.time_ns() // 1000)
+        self._line = Line(config, transport)
         self._name = name
         self._reason = reason
         self._addresses: dict[str, str] = {}  # of members that answered
@@ -76,19 +125,8 @@ class Operator:
 
     def _ask(self, addresses: list[str], outcome: Outcome, until_s: float, *, sure: bool) -> None:
         """One question to each address; what is heard by `until_s`, or until all of them have answered."""
-        message = Fence(self._name, self._reason, sure)
-        frame = encode(Envelope(self._config.run_id, "", self._me, self._transport.address, None, message))
-        waiting = {address for address in addresses if address != self._transport.address}
-        for address in waiting:
-            self._transport.send(address, frame)
-        while waiting and (left_s := until_s - time.monotonic()) > 0:
-            for incoming in self._transport.poll(left_s).frames:
-                try:
-                    envelope = decode(incoming)
-                except WireError:
-                    continue
-                answer = envelope.message
-                if isinstance(answer, FenceAnswer) and answer.name == self._name and envelope.to == self._me:
-                    outcome.answers[envelope.sender.name] = answer
-                    self._addresses[envelope.sender.name] = envelope.address
-                    waiting.discard(envelope.address)
+        for envelope in self._line.exchange(addresses, Fence(self._name, self._reason, sure), until_s):
+            answer = envelope.message
+            if isinstance(answer, FenceAnswer) and answer.name == self._name:
+                outcome.answers[envelope.sender.name] = answer
+                self._addresses[envelope.sender.name] = envelope.address

@@ -33,6 +33,9 @@ class MemberKey(NamedTuple):
         return f"{self.name}#{self.incarnation}"
 
 
+EXIT_STOPPED = 143  # of a run that an operator ended, as after SIGTERM
+
+
 class Role(enum.StrEnum):
     NODE = "node"
     WITNESS = "witness"
@@ -224,9 +227,10 @@ class StoreReply:
 class Application(Protocol):
     """What a node asks of, and tells, the program that uses it. Every call comes from the node's own thread.
 
-    Two optional methods: `progress() -> dict[str, Any]` (msgpack-able, at most 1 KiB) is sent along with heartbeats;
+    Optional methods: `progress() -> dict[str, Any]` (msgpack-able, at most 1 KiB) is sent along with heartbeats;
     `num_places(previous, ballots) -> (fewest, most)` says how many training nodes the view after `previous` may have,
-    where that is not what the settings say. Pure, like `decide`.
+    where that is not what the settings say (pure, like `decide`); `answer(kind, body) -> plain value or None` answers
+    whoever has the run's key and asks from outside (operator.py).
     """
 
     def ballot(self) -> dict[str, Any]:

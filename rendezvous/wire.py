@@ -20,6 +20,7 @@ from rendezvous.messages import (
     Accepted,
     AcceptedVote,
     Ack,
+    Answer,
     AppMessage,
     Beat,
     Decided,
@@ -35,6 +36,7 @@ from rendezvous.messages import (
     PingRequest,
     Prepare,
     Promise,
+    Question,
     Reject,
     Standing,
     StoreCall,
@@ -120,6 +122,8 @@ _MESSAGES: tuple[tuple[type[Any], tuple[Callable[[object], Any], ...]], ...] = (
     (StoreResult, (_number, flag_from, _any, _text, flag_from, flag_from)),
     (Fence, (_name, _text, flag_from)),
     (FenceAnswer, (_name, _standing, _text)),
+    (Question, (_text, _any)),
+    (Answer, (_text, _any)),
 )
 _TAGS: dict[type[Any], int] = {kind: index + 1 for index, (kind, _) in enumerate(_MESSAGES)}
 

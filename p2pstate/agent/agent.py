@@ -26,6 +26,7 @@ from p2pstate.agent.output import Writer
 from p2pstate.agent.requests import Requests
 from p2pstate.agent.rounds import assignment, decide_start, progress_of, ranks_of, round_info, same_size
 from p2pstate.agent.sentences import Sentences
+from p2pstate.agent.status import node_status
 from p2pstate.agent.supervisor import Failure, Phase, Supervisor, WorkerProcess, describe_status
 from p2pstate.agent.watchdog import Watchdog
 from p2pstate.agent.weaknesses import Weaknesses
@@ -35,7 +36,7 @@ from p2pstate.vault import Vault
 from rendezvous.channel import Message
 from rendezvous.config import Config
 from rendezvous.node import Node, Timer
-from rendezvous.types import Change, Member, MemberChange, MemberKey, Verdict, View
+from rendezvous.types import EXIT_STOPPED, Change, Member, MemberChange, MemberKey, Verdict, View
 
 __all__ = ["Agent"]
 
@@ -197,6 +198,16 @@ class Agent:
             with suppress(ValueError):  # of another version of this program
                 self._watchdog.receive(sender, kind, body)
 
+    def answer(self, kind: str, body: Any) -> Any:
+        """What an operator outside the run asks (p2prun status, p2prun stop)."""
+        if kind == "status":
+            waiting = self._waiting_reason if self._waiting_timer is not None else ""
+            return node_status(self.node, self._supervisor, self._vault, waiting, self._weaknesses)
+        if kind == "stop" and isinstance(body, str):
+            self._declare(EXIT_STOPPED, f"stopped by an operator: {body}")
+            return {"taken": True}
+        return None
+
     def on_verdict(self, verdict: Verdict) -> None:
         if self.verdict is not None:
             return
@@ -319,6 +330,7 @@ class Agent:
         self, worker: WorkerProcess, step: int, seconds: float, protected: int | None, loss: float | None
     ) -> None:
         self._known_step = max(self._known_step, step)
+        worker.step, worker.protected, worker.told_at = step, protected, time.monotonic()
         self.events.emit("step", rank=worker.rank, step=step, seconds=seconds, protected=protected, loss=loss)
 
     def _on_event(self, worker: WorkerProcess, kind: str, **fields: Any) -> None:

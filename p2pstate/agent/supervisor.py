@@ -64,6 +64,9 @@ class WorkerProcess:
     local_rank: int | None = None
     epoch: int = 0  # the newest round it was told
     failure: Failure | None = None
+    step: int = -1  # newest committed step that it told of, and when
+    protected: int | None = None
+    told_at: float | None = None  # monotonic seconds
     page: memoryview | None = None  # what it does (see trace.py); None without a rank
     hung: str = ""  # why it is being ended
     ended: bool = False

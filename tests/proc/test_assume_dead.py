@@ -57,6 +57,7 @@ def test_word_of_an_operator_is_refused_for_a_node_that_answers_and_taken_for_a_
         assert (code, "no vote of x is missed here; in the newest view are a, b" in said) == (1, True)
 
         b.signal(signal.SIGSTOP)
+        running.wait(lambda: needs_votes(a), "a's waiting for b's vote")
         code, said = assume_dead("b", contacts, "--reason", "its host is off")
         assert (code, said) == (0, "a: b is assumed dead: its vote is not missed any more\n")
         running.wait(lambda: in_view(a, "a"), "a view without the silent node")

@@ -16,6 +16,7 @@ from rendezvous.messages import (
     Accepted,
     AcceptedVote,
     Ack,
+    Answer,
     AppMessage,
     Ballot,
     Beat,
@@ -32,6 +33,7 @@ from rendezvous.messages import (
     PingRequest,
     Prepare,
     Promise,
+    Question,
     Reject,
     Standing,
     Status,
@@ -78,6 +80,8 @@ MESSAGES: list[Message] = [
     StoreResult(4, False, None, "late", False, True),
     Fence("b", "the rack burnt down", True),
     FenceAnswer("b", Standing.ASSUMED_DEAD, "b is assumed dead"),
+    Question("status", None),
+    Answer("status", {"members": {"a": [1, 2.5, None]}}),
 ]
 
 
@@ -98,7 +102,7 @@ def test_tags_are_those_of_the_released_protocol() -> None:
     """Append to this list; never change what is in it."""
     released = (
         "Join JoinRefused Sync Ping Ack PingRequest IndirectAck Gossip Prepare Promise Accept AcceptedVote Reject "
-        "Decided ViewWanted Wanted Ended AppMessage StoreCall StoreResult Fence FenceAnswer"
+        "Decided ViewWanted Wanted Ended AppMessage StoreCall StoreResult Fence FenceAnswer Question Answer"
     )
     assert [kind.__name__ for kind, _ in wire._MESSAGES] == released.split()
 
@@ -174,7 +178,7 @@ def test_message_with_one_flipped_bit_is_a_message_or_a_wire_error(message: Mess
     [
         ({0: 2}, "protocol 2 instead of 1: all nodes must run the same version"),
         ({6: 0}, "not a message"),
-        ({6: 23}, "a tag"),
+        ({6: 25}, "a tag"),
         ({6: -1}, "a tag"),
         ({4: "localhost:1"}, "not a message"),
         ({4: "1.2.3.4:0"}, "port"),

@@ -1,0 +1,47 @@
+"""What a node can tell an outsider about its run, as a plain table.
+
+Flows in: a node. Flows out: names, addresses, states, the newest view, the verdict.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from rendezvous.node import Node
+
+
+def standing_of(node: Node) -> dict[str, Any]:
+    """`members`: name -> address, role, state, seconds since it was heard, progress; the newest incarnation of each."""
+    now, view, verdict = time.monotonic(), node.view, node.verdict
+    members: dict[str, dict[str, Any]] = {}
+    newest: dict[str, int] = {}
+    for key, record in node.members().items():
+        if newest.get(key.name, 0) > key.incarnation:
+            continue
+        newest[key.name] = key.incarnation
+        members[key.name] = {
+            "address": record.member.address,
+            "role": str(record.member.role),
+            "state": "alive" if key == node.key else record.status.name.lower(),
+            "silent_s": 0.0 if key == node.key else max(0.0, now - record.heard_s),
+            "reason": "" if record.live else record.reason,
+            "progress": dict(record.progress),
+        }
+    return {
+        "name": node.key.name,
+        "run_id": node.config.run_id,
+        "members": members,
+        "view": None
+        if view is None
+        else {
+            "epoch": view.epoch,
+            "round": view.round,
+            "places": [member.name for member in view.places],
+            "spares": [member.name for member in view.spares],
+            "witnesses": [member.name for member in view.witnesses],
+            "reason": view.reason,
+        },
+        "verdict": None if verdict is None else {"code": verdict.code, "text": verdict.text},
+        "quorate": node.quorate,
+    }
