@@ -202,7 +202,7 @@ class Agent:
         """What an operator outside the run asks (p2prun status, p2prun stop)."""
         if kind == "status":
             waiting = self._waiting_reason if self._waiting_timer is not None else ""
-            return node_status(self.node, self._supervisor, self._vault, waiting, self._weaknesses)
+            return node_status(self.node, self._supervisor, self._vault, waiting, self._weaknesses.told)
         if kind == "stop" and isinstance(body, str):
             self._declare(EXIT_STOPPED, f"stopped by an operator: {body}")
             return {"taken": True}

@@ -17,7 +17,7 @@ class Weaknesses:
         self._events = events
         self._copies = 1  # until a worker has made its Replicator
         self._info: RoundInfo | None = None
-        self._told: list[str] = []
+        self.told: list[str] = []
 
     def on_round(self, info: RoundInfo) -> None:
         self._info = info
@@ -32,6 +32,6 @@ class Weaknesses:
             return
         found = weaknesses([worker.node for worker in self._info.workers], self._copies, self._info.labels)
         for text in found:
-            if text not in self._told:
+            if text not in self.told:
                 self._events.emit("weakness", text, text=text)
-        self._told = found
+        self.told = found
