@@ -21,6 +21,8 @@ from typing import Any
 from cluster import Cluster
 from namespaces import why_not
 from outcome import Comparison, compare
+from p2pstate.observe.ledger import Ledger
+from p2pstate.observe.reading import read_run
 from timeline import Event, Failure, Timeline
 
 HERE = Path(__file__).resolve().parent
@@ -181,6 +183,17 @@ def summary(identical: bool, failures: list[Failure], differences: list[str], le
     }
 
 
+def goodput(folder: Path) -> list[str]:
+    """Where the time of all ranks went, from their events."""
+    ledger = Ledger()
+    ledger.add_all(read_run(folder))
+    total = ledger.total()
+    return [
+        f"time of {NUM_RANKS} ranks, {total.wall_s:.0f} s in all, goodput {100 * total.ratio:.1f} %:",
+        *total.table(),
+    ]
+
+
 def report(compared: Comparison, say: Callable[[str], None]) -> None:
     size = f"{compared.num_bytes / 1e6:.1f} MB"
     say(f"compared {compared.num_tensors} tensors of {NUM_RANKS} ranks ({size}: parameters, optimizer, random states),")
@@ -225,6 +238,8 @@ def main() -> int:
         _, also_left = train(folder / "undisturbed", folder / "undisturbed-out", args, [], rng, say)
         leftovers = left + also_left
         say("")
+        for line in goodput(folder / "faulted"):
+            say(line)
         compared = compare(folder / "faulted-out", folder / "undisturbed-out", NUM_RANKS)
         report(compared, say)
     except DemoFailed as error:

@@ -12,6 +12,10 @@ Layout, from the top down (a file imports only what stands above it):
     redundancy.py           pure: who writes what all ranks hold alike
     stats.py                what protection costs
     trace.py                what a worker is doing, for its agent to read
+    observe/goodput.py      observe/: where the time went
+    observe/meter.py
+    observe/ledger.py
+    observe/reading.py
     slots.py                the memory of one part of one version
     vault.py                all slots of a node
     state/errors.py         state/: live objects <-> named leaves <-> bytes

@@ -15,6 +15,7 @@ from p2pstate.groups.gate import Ballot
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.groups.waiting import ABANDON_AFTER_S
+from p2pstate.observe.meter import METER
 from p2pstate.replicate import Shipper
 from p2pstate.settings import Settings
 from p2pstate.state import TrainingState
@@ -97,11 +98,12 @@ class Protection:
             return
         version, keep = Version(epoch, step), self._course.kept
         began = time.monotonic()
-        images = self._capturer.capture(self._state.collect(), version, keep)
-        self._course = self._course.captures(version)
-        self._written = {image.part for image in images} | {Part.own(ward) for ward in self._context.wards}
-        self._captured_since_vote = True
-        self._shipper.ship(images, keep, transport, began)
+        with METER.inside("protection"):
+            images = self._capturer.capture(self._state.collect(), version, keep)
+            self._course = self._course.captures(version)
+            self._written = {image.part for image in images} | {Part.own(ward) for ward in self._context.wards}
+            self._captured_since_vote = True
+            self._shipper.ship(images, keep, transport, began)
         self.stats.capture_s.append(time.monotonic() - began)
         self.stats.num_captured += 1
         self.stats.num_own_bytes = sum(image.num_bytes for image in images if image.part.kind == "own")
@@ -116,14 +118,17 @@ class Protection:
             return
         began = time.monotonic()
         # Before the first version has arrived there is nothing to fall back to: training begins protected.
-        self._shipper.wait(self.settings.max_overhead * step_s if self.protected is not None else FIRST_VERSION_WAIT_S)
+        with METER.inside("protection"):
+            protected = self.protected is not None
+            self._shipper.wait(self.settings.max_overhead * step_s if protected else FIRST_VERSION_WAIT_S)
         self.stats.wait_s.append(time.monotonic() - began)
 
     def drain(self, timeout_s: float) -> None:
         """At the end of the loop: wait until the newest version has arrived, an error comes, or time is up."""
         deadline = time.monotonic() + timeout_s
-        while not self._shipper.wait(ABANDON_AFTER_S) and time.monotonic() < deadline and STATUS.error is None:
-            pass
+        with METER.inside("protection"):
+            while not self._shipper.wait(ABANDON_AFTER_S) and time.monotonic() < deadline and STATUS.error is None:
+                pass
 
     def quiesce(self, epoch: int) -> None:
         """Stop everything that belongs to round ``epoch``: no slot changes until the next capture."""

@@ -27,6 +27,7 @@ from p2pstate.errors import ConfigError, P2PStateError, Retryable
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.transport import Incoming, Outgoing, Payload
 from p2pstate.groups.waiting import call, wait_collective
+from p2pstate.observe.meter import METER
 from p2pstate.plan_recovery import Fetch, Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
 from p2pstate.settings import Settings
 from p2pstate.slots import Slot, digest_of
@@ -62,7 +63,8 @@ class Phases:
     def phase(self, name: str) -> Iterator[None]:
         began = time.monotonic()
         try:
-            yield
+            with METER.inside("recovery." + name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +19,8 @@ from p2pstate.feed import LoopPosition
 from p2pstate.groups.group import P2PGroup
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
+from p2pstate.observe.goodput import Goodput
+from p2pstate.observe.meter import METER
 from p2pstate.protection import Protection
 from p2pstate.settings import Settings, agree
 from p2pstate.state import TrainingState
@@ -139,13 +141,16 @@ class Replicator:
         return self._loop.block(f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
     @staticmethod
-    def expect(what: str, seconds: float) -> AbstractContextManager[None]:
+    @contextmanager
+    def expect(what: str, seconds: float) -> Iterator[None]:
         """``with state.expect("evaluation", 600):`` announces that the block may take so many seconds: this rank is not
         hung before. Needed where others wait for a rank that is busy for much longer than its steps take. Inside
-        another such block the earlier end counts. Afterwards ``--hang-floor`` decides."""
+        another such block the earlier end counts. Afterwards ``--hang-floor`` decides. What the block takes is measured
+        apart (see :meth:`goodput`)."""
         if seconds <= 0:
             raise ValueError(f"expect({what!r}, {seconds}): give the seconds that the block may take")
-        return STATUS.trace.expect(what, seconds)
+        with STATUS.trace.expect(what, seconds), METER.inside(f"phase.{what}"):
+            yield
 
     @property
     def rehearsing(self) -> bool:
@@ -162,6 +167,10 @@ class Replicator:
     def committed_step(self) -> int:
         """The newest committed step."""
         return self._loop.step
+
+    def goodput(self) -> Goodput:
+        """Where this rank's time went, in seconds by category; with earlier processes of it that its node knows of."""
+        return Goodput(METER.totals())
 
     @property
     def stats(self) -> ProtectionStats:

@@ -13,6 +13,7 @@ import time
 
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
+from p2pstate.observe.meter import METER
 from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
 from p2pstate.recover import ROUND_FAILED, Joined, LostError, MustStartOver, Phases, join
@@ -72,6 +73,7 @@ class Rounds:
             steps_lost=joined.steps_lost,
             steps_skipped=self._protection.num_skipped_since_kept,
             reason=joined.reason,
+            clock=METER.report(),
         )
         self._protection.resumed(joined.keep)
         return joined
@@ -89,6 +91,7 @@ class Rounds:
                 REGISTRY.release()
             with phases.phase("view"):
                 info = self._link.wait_round(self.epoch)
+            METER.move("recovery.view", "waiting", self._link.waited_s)
             self.epoch = info.epoch
             if info.start != Start.IN_PLACE:
                 continue  # all workers are being replaced, this one as well

@@ -31,6 +31,7 @@ from p2pstate.feed import Feed, LoopPosition
 from p2pstate.gradients import discard_gradients
 from p2pstate.groups.gate import Ballot
 from p2pstate.groups.status import STATUS
+from p2pstate.observe.meter import METER
 from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
 from p2pstate.rehearsal import Rehearsals
@@ -134,7 +135,8 @@ class Loop:
                 if not self._must_join:
                     self.protection.capture_if_due(self._rounds.epoch, self.step)
                 try:
-                    batch = self._feed.next()
+                    with METER.inside("data"):
+                        batch = self._feed.next()
                 except StopIteration:
                     self._feed.ended()
                     if self._must_join:
@@ -171,12 +173,14 @@ class Loop:
         self._turn_open = False
         self._block_began = time.monotonic()
         STATUS.trace.do(Doing.STEPPING)
+        METER.step_begins()
         self._stepping.begin(block, rehearsing=self._must_join)
 
     def leave(self, block: StepBlock, error: BaseException | None) -> bool:
         """The end of a block. True swallows ``error``: the step was discarded."""
         self._in_block = False
         STATUS.trace.do(Doing.BETWEEN)
+        METER.step_ends()
         self._stepping.end()
         if error is not None:
             if isinstance(error, StepDiscarded):
@@ -204,6 +208,7 @@ class Loop:
         self._rehearsals.num_steps += 1
         seconds = time.monotonic() - self._block_began
         known_s = self._stepping.step_s
+        METER.committed(known_s, repeated=block.again or (self._beyond is not None and block.number <= self._beyond))
         self._stepping.step_s = 0.9 * known_s + 0.1 * seconds if known_s else seconds
         self._newest_yielded = max(self._newest_yielded, block.number)
         self.protection.committed(self.step, voted)
@@ -221,6 +226,7 @@ class Loop:
             seconds=time.monotonic() - self._block_began,
             protected=protected.step if protected else None,
             loss=float(value) if isinstance(value, int | float) else None,
+            clock=METER.report(),
         )
         if self._beyond is not None and step > self._beyond:
             self._beyond = None
@@ -231,10 +237,12 @@ class Loop:
     def _enter_loop(self) -> None:
         self._context.in_loop = True
         STATUS.loud = False
+        METER.enter("other")
         if self._rounds.epoch or STATUS.solo:
             self._link.send("in_loop")
             return
-        self._rounds.connect()
+        with METER.inside("startup"):
+            self._rounds.connect()
         if not self._must_join:
             self._link.send("in_loop")
             self.protection.begin()
@@ -251,6 +259,7 @@ class Loop:
         self._ended_at = self._end_step = None
         self._context.in_loop = False
         STATUS.loud = True
+        METER.enter("shutdown")
         self._link.send("loop_done", step=self.step)
         return True
 
@@ -265,8 +274,11 @@ class Loop:
     def _recover(self) -> None:
         """Forget the discarded step, and go on from the version that everybody resumes."""
         newcomer = self._must_join
+        METER.release()
         if not newcomer:
             STATUS.fail(P2PStateError("this rank discarded its step"))
+            assert STATUS.error_at is not None
+            METER.discarded(self._stepping.step_s, time.monotonic() - STATUS.error_at)
         self._discard_pending = False
         self._feed.drop()
         discard_gradients(self._models, self._stepping.optimizers, self._stepping.scalers)
@@ -274,7 +286,10 @@ class Loop:
         committed = 0 if newcomer else self.step
         warm = self._rehearsals.num_steps
         report = RankReport(self._context.rank, newcomer, warm, committed, ended_at, self._rehearsals.stages())
-        joined = self._rounds.recover(report, failed_step=self.step + 1)
+        with METER.inside("recovery.agree"):
+            joined = self._rounds.recover(report, failed_step=self.step + 1)
+        METER.enter("other")
+        METER.recovered()
         self._must_join = False
         self.step = joined.version.step
         self._beyond = joined.version.step + joined.steps_lost

@@ -87,6 +87,7 @@ class Agent:
         self._waiting_timer: Timer | None = None
         self._waiting_reason = ""
         self._weaknesses = Weaknesses(self.events)
+        self._waiting_since = self._waited_s = 0.0  # the latter: since the newest round began
         self.verdict: Verdict | None = None
 
     def run(self) -> int:
@@ -98,6 +99,9 @@ class Agent:
             self._watchdog.start()
             self.node.run()
         finally:
+            total = self.events.ledger.total()
+            if total.wall_s > 0:
+                self.events.emit("goodput", f"this node's ranks: {total.sentence()}", seconds=dict(total.seconds))
             self._supervisor.close()
             self.node.close()
             self._vault.close()
@@ -155,6 +159,7 @@ class Agent:
         places, spares = [m.name for m in view.places], [m.name for m in view.spares]
         new_round = self._info is None or view.round != self._info.epoch
         fields = {"epoch": view.epoch, "round": view.round, "places": places, "spares": spares, "start": start}
+        fields["nonce"] = view.nonce
         sentence = f"view {view.epoch}: training on {', '.join(places)}" + (
             f", spare {', '.join(spares)}" if spares else ""
         )
@@ -171,6 +176,7 @@ class Agent:
         self.events.emit("waiting", f"waiting: {reason}", reason=reason)
         self._waiting_reason = reason
         if self._waiting_timer is None:
+            self._waiting_since = time.monotonic()
             joining = self._view is None
             wait_s = self._job.join_timeout_s if joining else self._job.spare_wait_s
             self._waiting_timer = self.node.call_later(wait_s, lambda: self._give_up_waiting(joining, wait_s))
@@ -326,12 +332,10 @@ class Agent:
         if self._info is not None and epoch == self._info.epoch:
             self._declare(EXIT_STATE_LOST, f"the training state is lost: {reason}")
 
-    def _on_step(
-        self, worker: WorkerProcess, step: int, seconds: float, protected: int | None, loss: float | None
-    ) -> None:
+    def _on_step(self, worker: WorkerProcess, step: int, protected: int | None, **fields: Any) -> None:
         self._known_step = max(self._known_step, step)
         worker.step, worker.protected, worker.told_at = step, protected, time.monotonic()
-        self.events.emit("step", rank=worker.rank, step=step, seconds=seconds, protected=protected, loss=loss)
+        self.events.emit("step", rank=worker.rank, step=step, protected=protected, **fields)
 
     def _on_event(self, worker: WorkerProcess, kind: str, **fields: Any) -> None:
         sentence = self._sentences.of(kind, worker.rank, fields)
@@ -342,6 +346,7 @@ class Agent:
 
     def _begin_round(self, view: View, start: str) -> None:
         previous = self._info
+        waited_s, self._waited_s = self._waited_s, 0.0
         self._info = round_info(view, start, self._config.run_id, self._job.num_workers)
         self._wants_round = self._start_over = ""
         if previous is not None:
@@ -358,7 +363,7 @@ class Agent:
         for worker in self._supervisor.assigned():
             if worker.phase in STAYING.get(start, ()) and worker.rank in self._my_ranks():
                 worker.epoch = self._info.epoch
-                self._supervisor.tell(worker, {"t": "round", "round": self._info.pack()})
+                self._supervisor.tell(worker, {"t": "round", "round": self._info.pack(), "waited_s": waited_s})
             else:
                 self._supervisor.kill(worker)
         self._fill()
@@ -390,6 +395,7 @@ class Agent:
         spare.epoch = self._info.epoch
         job = self._job
         message = assignment(self._info, rank, job.num_workers, fresh=fresh, aborted=self._round_is_over())
+        message["seconds"] = self.events.ledger.of_rank(rank)
         message |= {"script": job.script, "args": list(job.args), "module": job.module}
         local_rank = message["local_rank"]
         self._supervisor.assign(spare, message, rank, local_rank, Phase.FRESH if fresh else Phase.ALONE)
@@ -498,3 +504,4 @@ class Agent:
         if self._waiting_timer is not None:
             self._waiting_timer.cancel()
             self._waiting_timer = None
+            self._waited_s += time.monotonic() - self._waiting_since

@@ -165,6 +165,7 @@ class VaultKeeper:
             raise ValueError(f"rank {worker.rank} is not of this node in round {view.round}")
         worker.info = info
         message = assignment(info, worker.rank, worker.num_local, fresh=True, aborted=False)
+        message["seconds"] = self._events.ledger.of_rank(worker.rank)
         self._host.tell(worker.channel, message)
         fields = {"rank": worker.rank, "local_rank": message["local_rank"], "pid": worker.pid, "warm": False}
         self._events.emit("worker_started", **fields)
@@ -217,9 +218,9 @@ class VaultKeeper:
             text = f"the training state is lost: {reason}"
             self._node.declare(Verdict(EXIT_STATE_LOST, text, self._node.key))
 
-    def _on_step(self, worker: _Worker, step: int, seconds: float, protected: int | None, loss: float | None) -> None:
+    def _on_step(self, worker: _Worker, step: int, **fields: Any) -> None:
         self._known_step = max(self._known_step, step)
-        self._events.emit("step", rank=worker.rank, step=step, seconds=seconds, protected=protected, loss=loss)
+        self._events.emit("step", rank=worker.rank, step=step, **fields)
 
     def _on_event(self, worker: _Worker, kind: str, **fields: Any) -> None:
         sentence = self._sentences.of(kind, worker.rank, fields)

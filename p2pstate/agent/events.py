@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from p2pstate.agent.output import Writer
+from p2pstate.observe.ledger import Ledger
+from p2pstate.observe.reading import read_events
 
 __all__ = ["EventLog"]
 
@@ -26,18 +29,22 @@ class EventLog:
         self._quiet = quiet
         self._writer = writer
         self._fd: int | None = None
+        self.ledger = Ledger()  # of this node's ranks, earlier attempts included
         if directory is not None:
             os.makedirs(directory, exist_ok=True)
             path = os.path.join(directory, f"events-{node}.jsonl")
+            if os.path.exists(path):
+                self.ledger.add_all(read_events(Path(path)))
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def emit(self, event: str, sentence: str = "", **fields: Any) -> None:
         """Record one event; ``sentence`` is what a person reads."""
         if sentence and not self._quiet:
             self._writer.put(_STDERR, f"[{self._node}] {sentence}\n".encode())
+        record = {"t": time.time(), "node": self._node, "event": event, **fields}
+        self.ledger.add(record)
         if self._fd is not None:
-            line = json.dumps({"t": time.time(), "node": self._node, "event": event, **fields})
-            self._writer.put(self._fd, line.encode() + b"\n")
+            self._writer.put(self._fd, json.dumps(record).encode() + b"\n")
 
     def close(self) -> None:
         if self._fd is not None:

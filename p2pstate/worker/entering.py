@@ -15,6 +15,7 @@ from torch._C._distributed_c10d import HashStore, Store
 from p2pstate.groups.install import install
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
+from p2pstate.observe.meter import METER
 from p2pstate.trace import STACKS_SIGNAL, Trace, map_page
 from p2pstate.types import RoundInfo
 from p2pstate.worker.context import WorkerContext, enter
@@ -50,6 +51,9 @@ def prepare(link: Link, assignment: dict[str, Any]) -> WorkerContext:
         restore=assignment["restore"],
         info=RoundInfo.unpack(assignment["round"]) if assignment["fresh"] else None,
     )
+    METER.restart("startup", assignment["seconds"])
+    if not context.fresh or context.restore:
+        METER.hold("recovery.start")
     channel = LinkStoreChannel(link)
 
     def make_store(of_epoch: int) -> Store:

@@ -56,6 +56,7 @@ class Link:
         self._round: RoundInfo | None = None
         self._aborted_epoch = 0
         self._abort_reason = ""
+        self.waited_s = 0.0  # how long the agents waited for a node before the newest round
         self.on_abort: Callable[[int, str], None] = lambda epoch, reason: None
         self._thread = threading.Thread(target=self._read, name="p2pstate-link", daemon=True)
         self._thread.start()
@@ -185,6 +186,7 @@ class Link:
         elif kind == "round":
             with self._changed:
                 self._round = RoundInfo.unpack(message["round"])
+                self.waited_s = message["waited_s"]
                 self._changed.notify_all()
         elif kind == "refused":
             with self._changed:

@@ -19,6 +19,7 @@ import torch
 
 from p2pstate.errors import EXIT_CONFIG, ConfigError
 from p2pstate.groups.status import STATUS
+from p2pstate.observe.meter import METER
 from p2pstate.worker.entering import prepare
 from p2pstate.worker.link import Link
 from rendezvous.channel import Channel
@@ -45,6 +46,7 @@ def worker_main(sock: socket.socket) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     _run_exit_handlers()
+    link.send("event", kind="clock", clock=METER.report(all_of_it=True))
     if code == 0:
         link.send("finished")
     else:

@@ -1,0 +1,148 @@
+"""The wall clock of every rank over all its processes and restarts, from the events of a run. Pure.
+
+In: events in order of time (agent/events.py writes them). Out: seconds by category of each rank; they add up to the
+time from the rank's first process to its newest event, so also where there was no process to measure anything.
+
+Rules for the time without a process: up to the end of the one before it was a step in vain, as long as a usual step,
+and ``recovery.detect``; from then to the next process ``recovery.replace``, and ``waiting`` where an agent said that
+there is no node. Between the end of a run (a verdict, or another run's first view) and the next start no time passes.
+Known limit: clocks of different nodes are taken to agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from p2pstate.observe.goodput import Goodput
+
+__all__ = ["Event", "Ledger"]
+
+Event = Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class _Rank:
+    seconds: dict[str, float] = field(default_factory=dict)
+    until: float = 0.0  # everything before is accounted for
+    open: bool = False  # the time from there on counts
+    alive: bool = False  # there is a process,
+    heard: bool = False  # which has told what it measured
+    newest_step: int = 0
+    usual_s: float = 0.0  # of a step
+
+    def add(self, category: str, seconds: float) -> None:
+        if seconds > 0:
+            self.seconds[category] = self.seconds.get(category, 0.0) + seconds
+
+
+class Ledger:
+    def __init__(self) -> None:
+        self._ranks: dict[int, _Rank] = {}
+        self._nonce: str | None = None
+        self._aborts: list[float] = []
+        self._waiting_since: float | None = None
+        self._waits: list[tuple[float, float]] = []  # in which there was no node for some place
+
+    def add_all(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self.add(event)
+
+    def add(self, event: Event) -> None:
+        handler = getattr(self, "_on_" + str(event["event"]), None)
+        if handler is not None:
+            handler(event, float(event["t"]))
+        if "clock" in event:
+            self._measured(event)
+
+    def ranks(self) -> dict[int, Goodput]:
+        """Of each rank, all its processes together."""
+        return {rank: Goodput(dict(found.seconds)) for rank, found in sorted(self._ranks.items())}
+
+    def of_rank(self, rank: int) -> dict[str, float]:
+        """Seconds by category so far."""
+        return dict(self._ranks[rank].seconds) if rank in self._ranks else {}
+
+    def total(self) -> Goodput:
+        """All ranks together."""
+        seconds: dict[str, float] = {}
+        for found in self._ranks.values():
+            for category, part in found.seconds.items():
+                seconds[category] = seconds.get(category, 0.0) + part
+        return Goodput(seconds)
+
+    # -- events
+
+    def _on_view(self, event: Event, t: float) -> None:
+        nonce = event.get("nonce")
+        if nonce is not None and nonce != self._nonce:
+            if self._nonce is not None:
+                self._close()
+            self._nonce = nonce
+        if self._waiting_since is not None:
+            self._waits.append((self._waiting_since, t))
+            self._waiting_since = None
+
+    def _on_waiting(self, event: Event, t: float) -> None:
+        if self._waiting_since is None:
+            self._waiting_since = t
+
+    def _on_abort(self, event: Event, t: float) -> None:
+        self._aborts.append(t)
+
+    def _on_verdict(self, event: Event, t: float) -> None:
+        self._close()
+
+    def _on_worker_started(self, event: Event, t: float) -> None:
+        rank = self._ranks.setdefault(int(event["rank"]), _Rank())
+        if rank.open:
+            if rank.alive:  # nobody saw its end: its node is gone
+                self._ended(rank, min((at for at in self._aborts if at >= rank.until), default=rank.until))
+            waited_s = sum(max(0.0, min(end, t) - max(begin, rank.until)) for begin, end in self._waits)
+            rank.add("waiting", waited_s)
+            rank.add("recovery.replace", t - rank.until - waited_s)
+        rank.until, rank.open, rank.alive, rank.heard = t, True, True, False
+
+    def _on_worker_exited(self, event: Event, t: float) -> None:
+        rank = self._ranks.get(int(event["rank"]))
+        if rank is not None and rank.open and rank.alive:
+            self._ended(rank, t)
+
+    def _on_finished(self, event: Event, t: float) -> None:
+        rank = self._ranks.get(int(event["rank"]))
+        if rank is not None:
+            rank.open = rank.alive = False
+
+    def _measured(self, event: Event) -> None:
+        """What a process has measured since its last such event, or since it got its rank."""
+        rank = self._ranks.setdefault(int(event["rank"]), _Rank())
+        until = float(event["clock"]["until"])
+        seconds = {str(name): float(value) for name, value in event["clock"]["seconds"].items()}
+        if rank.open and not rank.heard:
+            rank.add("startup", until - sum(seconds.values()) - rank.until)
+        step = event.get("step") if event["event"] == "step" else None
+        if step is not None:
+            useful_s = seconds.get("useful", 0.0)
+            if step <= rank.newest_step:
+                seconds["repeated"] = seconds.get("repeated", 0.0) + seconds.pop("useful", 0.0)
+            rank.newest_step = max(rank.newest_step, step)
+            rank.usual_s = 0.9 * rank.usual_s + 0.1 * useful_s if rank.usual_s else useful_s
+        for category, value in seconds.items():
+            rank.add(category, value)
+        rank.until = until
+        rank.open = rank.alive = rank.heard = True
+
+    def _ended(self, rank: _Rank, t: float) -> None:
+        """A process ended at ``t`` without a word about its last step."""
+        tail_s = max(0.0, t - rank.until)
+        in_vain_s = min(tail_s, rank.usual_s)
+        rank.add("repeated", in_vain_s)
+        rank.add("recovery.detect", tail_s - in_vain_s)
+        rank.until = max(t, rank.until)
+        rank.alive = False
+
+    def _close(self) -> None:
+        for rank in self._ranks.values():
+            rank.open = rank.alive = False
+        self._waiting_since = None

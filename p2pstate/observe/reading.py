@@ -1,0 +1,37 @@
+"""The events of a run directory, of all nodes and all attempts, in order of time.
+
+In: a directory with ``events-*.jsonl``. Out: events. A line that is cut off (its node died) is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+__all__ = ["read_events", "read_run"]
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Of one file. Raises OSError when it cannot be read."""
+    events = []
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict) and "event" in event and isinstance(event.get("t"), int | float):
+                events.append(event)
+    return events
+
+
+def read_run(directory: str | Path) -> list[dict[str, Any]]:
+    """Raises ValueError with a sentence when the directory holds no events."""
+    folder = Path(directory)
+    paths = sorted(folder.glob("events-*.jsonl"))
+    events = [event for path in paths for event in read_events(path)]
+    if not events:
+        what = "is no directory" if not folder.is_dir() else "holds no events (events-NODE.jsonl)"
+        raise ValueError(f"{folder} {what}: give the --run-dir of a run")
+    return sorted(events, key=lambda event: float(event["t"]))

@@ -1,0 +1,96 @@
+"""The meter in real runs: a delay of known length, and a kill, land in their categories; seconds add up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster import Cluster
+from p2pstate.observe.goodput import Goodput
+from p2pstate.observe.ledger import Ledger
+from p2pstate.observe.reading import read_run
+
+SCRIPT = str(Path(__file__).parent / "scripts" / "metered.py")
+DEADLINE_S = 120.0  # only a hang takes this long
+
+
+def run(
+    folder: Path,
+    environ: dict[str, str],
+    watch: Callable[[dict[str, Any]], None] = lambda event: None,
+) -> list[dict[str, Any]]:
+    """Two nodes of one worker each, to the end; returns all events. ``watch`` sees them while they come."""
+    with Cluster(folder, [SCRIPT], num_training=2, num_spares=0, num_workers=1, environ=environ) as cluster:
+        deadline = time.monotonic() + DEADLINE_S
+        while cluster.running():
+            for event in cluster.events.new():
+                watch(event)
+            assert time.monotonic() < deadline, cluster.log_tails()
+            time.sleep(0.01)
+        assert set(cluster.exit_codes().values()) == {0}, cluster.log_tails()
+    return read_run(folder)
+
+
+def measure(events: list[dict[str, Any]]) -> dict[int, Goodput]:
+    ledger = Ledger()
+    ledger.add_all(events)
+    return ledger.ranks()
+
+
+def wall_s(events: list[dict[str, Any]], rank: int) -> float:
+    """From a rank's first process to the end of its script, by the events' own times."""
+    times = {kind: [e["t"] for e in events if e["event"] == kind and e["rank"] == rank] for kind in KINDS}
+    return float(max(times["finished"]) - min(times["worker_started"]))
+
+
+KINDS = ("worker_started", "finished")
+
+
+def test_meter_puts_delays_into_their_categories(tmp_path: Path, fork_server: dict[str, str]) -> None:
+    delays = {"DELAY_BATCH": "1", "DELAY_COPY": "1.2", "DELAY_PHASE": "1", "STEPS": "8"}
+    events = run(tmp_path / "run", fork_server | delays)
+    for rank, found in measure(events).items():
+        assert found.wall_s == pytest.approx(wall_s(events, rank), rel=0.01)
+        seconds = found.by_category()
+        assert seconds["data"] == pytest.approx(1.0, rel=0.1)
+        assert found.phases("phase") == {"evaluation": pytest.approx(1.0, rel=0.1)}
+        # The first version is copied while the first step runs, whose vote waits for the rest of the copy.
+        first = next(e for e in events if e["event"] == "step" and (e["rank"], e["step"]) == (rank, 1))
+        exposed_s = 1.2 - first["clock"]["seconds"]["useful"]
+        assert seconds["protection"] == pytest.approx(exposed_s, rel=0.1)
+        assert "recovery" not in seconds
+        assert "repeated" not in seconds
+
+
+def test_meter_puts_a_kill_into_recovery_and_adds_up_over_processes(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    killed_at = 0.0
+    pids: dict[int, int] = {}
+
+    def watch(event: dict[str, Any]) -> None:
+        nonlocal killed_at
+        if event["event"] == "worker_started":
+            pids[event["rank"]] = event["pid"]
+        if event["event"] == "step" and event["step"] >= 10 and not killed_at:
+            killed_at = time.time()
+            os.kill(pids[1], signal.SIGKILL)
+
+    events = run(tmp_path / "run", fork_server | {"STEPS": "25"}, watch)
+    steps = [event for event in events if event["event"] == "step"]
+    last = max(event["step"] for event in steps if event["t"] < killed_at)
+    usual_s = max(event["clock"]["seconds"]["useful"] for event in steps if event["step"] == last)
+    for rank, found in measure(events).items():
+        assert found.wall_s == pytest.approx(wall_s(events, rank), rel=0.01)
+        resumed_at = min(e["t"] for e in steps if e["rank"] == rank and e["t"] > killed_at and e["step"] > last + 1)
+        lost_s = sum(found.by_category()[name] for name in ("recovery", "repeated"))
+        # The kill came within a step, and one more was done before there was progress.
+        assert lost_s == pytest.approx(resumed_at - killed_at, rel=0.1, abs=4 * usual_s)
+        assert found.seconds["recovery.restore"] > 0
+    assert any(event["event"] == "goodput" and event["seconds"]["useful"] > 0 for event in events)
