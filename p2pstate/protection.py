@@ -99,7 +99,10 @@ class Protection:
         version, keep = Version(epoch, step), self._course.kept
         began = time.monotonic()
         with METER.inside("protection"):
-            images = self._capturer.capture(self._state.collect(), version, keep)
+            collected = self._state.collect()
+            if STATUS.error is not None:
+                return  # an object's state_dict may have used a collective, and got an echo
+            images = self._capturer.capture(collected, version, keep)
             self._course = self._course.captures(version)
             self._written = {image.part for image in images} | {Part.own(ward) for ward in self._context.wards}
             self._captured_since_vote = True

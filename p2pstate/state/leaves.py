@@ -5,11 +5,13 @@ whose tensor is a detached ``torch.Tensor`` over the same memory; in-place write
 Invariants: nothing here copies, converts or allocates tensor data, and no autograd graph is touched. A DTensor's leaf
 is its local tensor; a wrapper subclass (``__tensor_flatten__``) becomes one leaf per inner tensor, named below it.
 Known limits: sparse, quantised (``torch.quantize_*``), nested and meta tensors are refused, and so are subclasses
-whose inner tensors cannot be named; DTensors with a Partial placement too.
+whose inner tensors cannot be named; DTensors with a Partial placement too, and views whose elements overlap other than
+by a stride of 0.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +28,9 @@ __all__ = ["Holders", "Leaf", "describe", "is_plain", "plain_parts", "write_into
 Holders = tuple[int, ...]  # sorted global ranks that hold the same bytes, the own one among them
 
 _PLAIN = (torch.Tensor, Parameter, Buffer)
+# One byte per element, but torch has no kernel that copies them.
+_SHELLS = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8))
+_MAX_COUNTED = 1 << 20  # elements of which the addresses are compared one by one
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,8 @@ def plain_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor
     """Named plain tensors that together are ``tensor``. LeafError names what cannot be captured."""
     if type(tensor) in _PLAIN:
         _check_plain(name, tensor)
+        if tensor.dtype in _SHELLS:
+            return [(f"{name}/{str(tensor.dtype).removeprefix('torch.')}", tensor.detach().view(torch.uint8))]
         return [(name, tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor)]
     if isinstance(tensor, DTensor):
         for placement in tensor._spec.placements:
@@ -126,3 +133,31 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         kind = "quantised" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
         raise LeafError(name, f"is a {kind} tensor", "hold its parts (indices, codes, scales) as plain tensors")
+    if not tensor.is_contiguous() and _overlaps(tensor):
+        raise LeafError(
+            name,
+            f"has elements that share memory (shape {list(tensor.shape)}, strides {list(tensor.stride())}), so what is "
+            "written into one changes another",
+            "keep the tensor that it is a view of instead, and take the view where it is used",
+        )
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    """Whether two elements have one address; those of an expanded dimension (a stride of 0) do not count."""
+    dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if stride)
+    reach = 0
+    for stride, size in dims:
+        if stride <= reach and size > 1:
+            break
+        reach += stride * (size - 1)
+    else:
+        return False
+    shape = [size for _, size in dims]
+    num_elements = math.prod(shape)
+    if num_elements > _MAX_COUNTED:
+        return True
+    offsets = torch.zeros(shape, dtype=torch.int64)
+    for index, (stride, size) in enumerate(dims):
+        steps = torch.arange(size) * stride
+        offsets += steps.view([-1 if index == dim else 1 for dim in range(len(dims))])
+    return int(offsets.unique().numel()) < num_elements

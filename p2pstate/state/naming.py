@@ -1,7 +1,7 @@
 """Canonical names of a model's parameters and buffers, resolved anew each time.
 
 In: a model, however it is wrapped. Out: (name, live tensor, holders) of every parameter and buffer, non-persistent
-buffers included, tied ones once under their first name; the modules that keep extra state.
+buffers included, tied ones once under their first name; the modules that keep extra state; which modules evaluate.
 Invariants: a name depends on the model only, not on DistributedDataParallel, torch.compile or activation checkpointing
 around any part of it. Only names are remembered between calls; tensors are read from their modules every time, because
 buffers are re-assigned and ``p.data`` is swapped. Under FSDP2 the sharded parameter is meant, also while it is
@@ -64,6 +64,7 @@ class _Place:
     children: dict[str, nn.Module | None]
     fsdp_groups: list[Any]
     has_extra_state: bool
+    is_wrapper: bool
     parameters: dict[str, _Known] = field(default_factory=dict)
     buffers: dict[str, str] = field(default_factory=dict)
 
@@ -122,6 +123,12 @@ class ModelNames:
             if place.has_extra_state:
                 yield place.prefix + "_extra_state", place.module
 
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """(name, module) of every module that is no wrapper."""
+        for place in self._current_places():
+            if not place.is_wrapper:
+                yield place.prefix, place.module
+
     def data_parallel_modules(self) -> Iterator[tuple[str, DistributedDataParallel]]:
         """(name, module) of every DistributedDataParallel."""
         for place in self._current_places():
@@ -151,7 +158,7 @@ class ModelNames:
 
 def _walk(model: nn.Module, prefix: str, trained: bool, world: World) -> Iterator[_Place]:
     seen: set[int] = set()
-    root = _Place(model, f"{prefix}/", "", world, world.own, frozenset(), trained, {}, [], False)
+    root = _Place(model, f"{prefix}/", "", world, world.own, frozenset(), trained, {}, [], False, False)
     todo = [root]
     inherited_groups: dict[int, list[Any]] = {}
     while todo:
@@ -178,6 +185,7 @@ def _walk(model: nn.Module, prefix: str, trained: bool, world: World) -> Iterato
                     inherited_groups.setdefault(id(owner), []).append(group)
         place.children = dict(module._modules)
         place.fsdp_groups = inherited_groups.get(id(module), [])
+        place.is_wrapper = _wrapped_child(module) is not None
         place.has_extra_state = type(module).get_extra_state is not nn.Module.get_extra_state
         yield place
         todo += [
@@ -189,7 +197,7 @@ def _child_place(place: _Place, key: str, child: nn.Module) -> _Place:
     wrapped = _wrapped_child(place.module)
     prefix = place.prefix if key == wrapped else f"{place.prefix}{key}."
     raw = "" if isinstance(place.module, DistributedDataParallel) else f"{place.raw_prefix}{key}."
-    return _Place(child, prefix, raw, place.world, place.replicas, place.ignored, place.trained, {}, [], False)
+    return _Place(child, prefix, raw, place.world, place.replicas, place.ignored, place.trained, {}, [], False, False)
 
 
 def _wrapped_child(module: nn.Module) -> str | None:

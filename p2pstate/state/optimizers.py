@@ -4,8 +4,9 @@ In: a live optimizer and the names of its parameters. Out: leaves "optimizer/<pa
 else; on restore exactly the entries of the captured state, in place where tensors match.
 Invariants: ``optimizer.state`` and ``optimizer.param_groups`` are read and written directly: ``state_dict`` helpers
 take a real step and ``load_state_dict`` casts state to the parameter's dtype. "No state yet" (no entry) stays distinct
-from an empty entry. Groups have to hold the same parameters in the same order as when captured. Of a
-ZeroRedundancyOptimizer each rank has the state that the optimizer inside it keeps, and nobody else has that.
+from an empty entry. Groups have to hold the same parameters in the same order as when captured; groups at the end that
+were added since then go, and those that are missing here are added. Of a ZeroRedundancyOptimizer each rank has the
+state that the optimizer inside it keeps, and nobody else has that.
 Known limits: what an optimizer keeps outside ``state`` and ``param_groups`` is not seen; a ZeroRedundancyOptimizer
 with ``overlap_with_ddp`` is refused; state that is a tensor subclass can only be written into state of the same kind.
 """
@@ -13,6 +14,7 @@ with ``overlap_with_ddp`` is refused; state that is a tensor subclass can only b
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,10 +25,18 @@ from p2pstate.state.errors import LeafError
 from p2pstate.state.leaves import Holders
 from p2pstate.state.rebuilding import Rebuilder
 
-__all__ = ["OptimizerState"]
+__all__ = ["OptimizerState", "PlannedOptimizer"]
 
 # what a live group keeps for itself: its parameters, and the names torch gave them (which depend on wrappers)
 _IDENTITY = ("params", "param_names")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedOptimizer:
+    """``state``: the new content of ``optimizer.state``; ``groups``: parameters by name and values of each group."""
+
+    state: dict[Any, Any]
+    groups: list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 class OptimizerState:
@@ -35,6 +45,7 @@ class OptimizerState:
     def __init__(self, optimizer: Optimizer, prefix: str) -> None:
         self.optimizer = optimizer
         self.prefix = prefix
+        self._num_groups = len(optimizer.param_groups)  # as it was built: more may come and go
         self._divided = any(
             kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__
         )  # slow import
@@ -99,21 +110,23 @@ class OptimizerState:
                 raise LeafError(f"{self.prefix}/:state", f"has an entry with the key {key!r}", advice)
 
     def check(self, saved: Any, named: Mapping[int, tuple[str, Holders]]) -> None:
-        """LeafError if the live groups are not the captured ones."""
+        """LeafError if the live groups are not the captured ones, but for some at the end that were added or are to be
+        added."""
         live = [[self._name(named, p, i)[0] for p in g["params"]] for i, g in enumerate(self.optimizer.param_groups)]
-        for index in range(max(len(live), len(saved["groups"]))):
+        names = {name for name, _ in named.values()}
+        for index in range(max(self._num_groups, len(saved["groups"]))):
             captured = saved["groups"][index]["params"] if index < len(saved["groups"]) else None
-            present = live[index] if index < len(live) else None
+            present = live[index] if index < len(live) else [name for name in captured or () if name in names]
             if captured == present:
                 continue
             raise LeafError(
                 f"{self.prefix} group {index}",
                 f"held {_membership(captured)} when captured and holds {_membership(present)} now",
-                "build the optimizer with the same groups (those added with add_param_group included) before restoring",
+                "build the same models, and the optimizer with the same groups, before restoring",
             )
 
-    def plan(self, saved: Any, parameters: Mapping[str, Any], rebuilder: Rebuilder) -> list[tuple[Any, Any]]:
-        """(live dict, its new content) pairs to be applied after all copies were checked; writes nothing yet."""
+    def plan(self, saved: Any, parameters: Mapping[str, Any], rebuilder: Rebuilder) -> PlannedOptimizer:
+        """What :meth:`apply` is to do after all copies were checked; writes nothing yet."""
         live = self._local.state
         content: dict[Any, Any] = {}
         for name, tree in saved["state"].items():
@@ -123,13 +136,32 @@ class OptimizerState:
             owner: Any = key[1:] if key.startswith(":") else self._owner(parameters, key)
             like = owner if isinstance(owner, torch.Tensor) else None
             content[owner] = rebuilder.tree(tree, live.get(owner), (f"{self.prefix}/:state", key), like)
-        changes: list[tuple[Any, Any]] = [(live, content)]
-        for index, group in enumerate(self.optimizer.param_groups):
-            own = {key: value for key, value in group.items() if key not in _IDENTITY}
-            values = rebuilder.tree(saved["groups"][index]["values"], own, (f"{self.prefix}/:groups", index), None)
-            for each in [group, self._local.param_groups[index]] if self._divided else [group]:
-                changes.append((each, {key: each[key] for key in _IDENTITY if key in each} | values))
-        return changes
+        groups = []
+        for index, group in enumerate(saved["groups"]):
+            here = self.optimizer.param_groups[index] if index < len(self.optimizer.param_groups) else {}
+            own = {key: value for key, value in here.items() if key not in _IDENTITY}
+            values = rebuilder.tree(group["values"], own, (f"{self.prefix}/:groups", index), None)
+            groups.append(({name: parameters[name] for name in group["params"]}, values))
+        return PlannedOptimizer(content, groups)
+
+    def apply(self, planned: PlannedOptimizer) -> None:
+        """Make the live optimizer hold exactly what was planned; groups at the end come and go."""
+        optimizer, local = self.optimizer, self._local
+        live = optimizer.param_groups
+        del live[len(planned.groups) :]
+        if self._divided:
+            del local.param_groups[len(live) :]
+            optimizer._clear_cache()  # type: ignore[attr-defined]
+        for members, values in planned.groups[len(live) :]:
+            named = live and "param_names" in live[0]
+            optimizer.add_param_group({"params": [*(members.items() if named else members.values())], **values})
+        for index, (_, values) in enumerate(planned.groups):
+            for group in [live[index], local.param_groups[index]] if self._divided else [live[index]]:
+                kept = {key: group[key] for key in _IDENTITY if key in group}
+                group.clear()
+                group.update(kept | values)
+        local.state.clear()
+        local.state.update(planned.state)
 
     def _owner(self, parameters: Mapping[str, Any], name: str) -> Any:
         if name not in parameters:

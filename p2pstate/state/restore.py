@@ -28,7 +28,7 @@ from p2pstate.state.rebuilding import Rebuilder, references
 
 __all__ = ["FORMAT", "Live", "restore"]
 
-FORMAT = 1
+FORMAT = 2
 _MAX_NAMES_SHOWN = 8
 
 
@@ -61,20 +61,23 @@ def restore(live: Live, tensors: Mapping[str, torch.Tensor], saved: Any) -> None
     _check_names(modules.leaves, tensors, saved)
     rebuilder = Rebuilder(tensors)
     rebuilder.copies += [(leaf.tensor, tensors[leaf.name]) for leaf in modules.leaves]
-    changes: list[tuple[Any, Any]] = []
-    for optimizer in live.optimizers:
-        changes += optimizer.plan(saved["optimizers"][optimizer.prefix], parameters, rebuilder)
+    planned = [o.plan(saved["optimizers"][o.prefix], parameters, rebuilder) for o in live.optimizers]
     extra = plan_extra(rebuilder, live.extra, saved["extra"]) if live.extra is not None else []
 
     for target, value in rebuilder.copies:
         write_into(target, value)
-    for mapping, content in changes:
-        mapping.clear()
-        mapping.update(content)
+    for optimizer, its_plan in zip(live.optimizers, planned, strict=True):
+        optimizer.apply(its_plan)
     for name, module in (item for model in live.models for item in model.extra_state_modules()):
         module.set_extra_state(rebuilder.tree(saved["extra_state"][name], None, name, None))
     for name, wrapper in (item for model in live.models for item in model.data_parallel_modules()):
         wrapper.require_forward_param_sync = saved["forward_sync"][name]
+    trainable, evaluating = set(saved["trainable"]), set(saved["evaluating"])
+    for name, tensor in parameters.items():
+        if tensor.requires_grad != (name in trainable):
+            tensor.requires_grad_(name in trainable)
+    for name, module in (item for model in live.models for item in model.modules()):
+        module.training = name not in evaluating
     for name, thing in live.objects.items():
         restore_object(rebuilder, name, thing, saved["objects"][name])
     if live.extra is not None:
@@ -105,6 +108,8 @@ def _check_structure(saved: Any) -> None:
     sections: dict[str, Any] = {
         "extra_state": dict,
         "forward_sync": dict,
+        "trainable": list,
+        "evaluating": list,
         "optimizers": dict,
         "objects": dict,
         "extra": (list, NoneType),

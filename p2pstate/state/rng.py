@@ -1,9 +1,10 @@
 """The process's random streams as one plain value, and back.
 
-In: Python's ``random``, NumPy's global generator, torch's CPU generator, torch's generator of the current CUDA device
-if CUDA was initialised; single generator objects. Out: values for ``codec``; the same streams continued.
-Invariants: reading draws nothing; after ``restore`` every stream continues exactly where it was read.
-Known limits: generators of other CUDA devices than the current one, and streams hidden in C libraries, are not seen.
+In: Python's ``random``, NumPy's global generator, torch's CPU generator, torch's generators of all CUDA devices if CUDA
+was initialised; single generator objects. Out: values for ``codec``; the same streams continued.
+Invariants: reading draws nothing; after ``restore`` every stream continues exactly where it was read. The stream of the
+current CUDA device goes to the current device, whatever its number is here, and the others follow in their order.
+Known limit: streams hidden in C libraries are not seen.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, rand
 
 def capture() -> dict[str, Any]:
     """All streams, as a plain value of about 13 kB."""
-    state = {
+    state: dict[str, Any] = {
         "python": _python_state(random.getstate()),
         "numpy": np.random.get_state(legacy=False),
         "torch": torch.get_rng_state().numpy().tobytes(),
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+        state["cuda"] = [generator.get_state().numpy().tobytes() for generator in _cuda_generators()]
     return state
 
 
@@ -39,6 +40,16 @@ def check(state: dict[str, Any]) -> None:
     """LeafError if ``restore`` could not use every stream of ``state`` here."""
     if "cuda" in state and not torch.cuda.is_available():
         raise LeafError("rng/cuda", "was captured, but this process has no CUDA device", "use a node with a GPU")
+    if "cuda" in state:
+        if type(state["cuda"]) is not list or any(type(raw) is not bytes for raw in state["cuda"]):
+            raise LeafError("rng/cuda", "is not a list of streams", "this copy is damaged: use another one")
+        num_here = len(_cuda_generators())
+        if any(map(_has_drawn, state["cuda"][num_here:])):
+            raise LeafError(
+                "rng/cuda",
+                f"holds the streams of {len(state['cuda'])} devices that were drawn from, and {num_here} are here",
+                "use a node with as many GPUs",
+            )
 
 
 def restore(state: dict[str, Any]) -> None:
@@ -48,9 +59,23 @@ def restore(state: dict[str, Any]) -> None:
         np.random.set_state(state["numpy"])
         torch.set_rng_state(_byte_tensor(state["torch"]))
         if "cuda" in state:
-            torch.cuda.set_rng_state(_byte_tensor(state["cuda"]))
+            for generator, raw in zip(_cuda_generators(), state["cuda"], strict=False):
+                generator.set_state(_byte_tensor(raw))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise LeafError("rng", f"cannot be set ({error})", "use another copy, or run without rng") from error
+
+
+def _cuda_generators() -> list[torch.Generator]:
+    """One per device, that of the current device first."""
+    torch.cuda.init()
+    generators = list(torch.cuda.default_generators)
+    generators.insert(0, generators.pop(torch.cuda.current_device()))
+    return generators
+
+
+def _has_drawn(raw: bytes) -> bool:
+    """Whether the stream of a CUDA device, (seed, offset) of Philox, is not at its beginning."""
+    return any(raw[8:])
 
 
 def is_generator(value: Any) -> bool:

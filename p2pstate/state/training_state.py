@@ -85,10 +85,13 @@ class TrainingState:
         """The state as it is now. LeafError names what cannot be captured."""
         collector = Collector(current_world().own)
         named: dict[int, tuple[str, Holders]] = {}
+        trainable: list[str] = []
         for model in self._live.models:
             for name, tensor, holders in model.tensors():
                 named[id(tensor)] = (name, holders)
                 collector.add(name, tensor, holders)
+                if tensor.requires_grad:
+                    trainable.append(name)
         extra_state = {
             name: collector.tree(module.get_extra_state(), name)
             for model in self._live.models
@@ -99,6 +102,7 @@ class TrainingState:
             for model in self._live.models
             for name, module in model.data_parallel_modules()
         }
+        evaluating = [name for model in self._live.models for name, module in model.modules() if not module.training]
         optimizers = {o.prefix: o.collect(collector, named) for o in self._live.optimizers}
         objects = {name: collect_object(collector, name, thing) for name, thing in sorted(self._live.objects.items())}
         extra = None if self._live.extra is None else collect_extra(collector, self._live.extra)
@@ -108,6 +112,8 @@ class TrainingState:
                 "format": FORMAT,
                 "extra_state": extra_state,
                 "forward_sync": forward_sync,
+                "trainable": trainable,
+                "evaluating": evaluating,
                 "optimizers": optimizers,
                 "objects": objects,
                 "extra": extra,

@@ -98,13 +98,13 @@ def test_fsdp2_leaves_are_plain_live_shards() -> None:
 
 @pytest.mark.usefixtures("gloo")
 def test_fsdp2_parameters_that_are_gathered_now_are_captured_as_shards() -> None:
-    model = net()
+    model = net().eval()
     fully_shard(model, reshard_after_forward=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = TrainingState([model], [optimizer], {}, rng=False)
     before = image_of(state)
     with torch.no_grad():
-        model.eval()(torch.ones(2, 3))  # evaluation leaves them gathered
+        model(torch.ones(2, 3))  # evaluation leaves them gathered
     assert type(model[0].weight) is nn.Parameter
     assert_same(image_of(state), before)
     assert type(model[0].weight) is nn.Parameter  # looking changed nothing

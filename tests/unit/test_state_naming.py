@@ -231,8 +231,11 @@ def holding(buffer: torch.Tensor) -> nn.Module:
         (lambda: nn.Linear(1, 1, bias=False, device="meta"), "model/weight", "meta"),
         (lambda: nn.LazyLinear(2, bias=False), "model/weight", "no shape yet"),
         (lambda: holding(torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])), "model/odd", "nested"),
+        (lambda: holding(torch.zeros(6).unfold(0, 3, 1)), "model/odd", "share memory"),
+        (lambda: holding(torch.zeros(9).as_strided((2, 3), (2, 1))), "model/odd", "share memory"),
+        (lambda: holding(torch.zeros(1 << 21).unfold(0, 2, 1)), "model/odd", "share memory"),
     ],
-    ids=["opaque subclass", "sparse", "quantised", "meta", "lazy", "nested"],
+    ids=["opaque subclass", "sparse", "quantised", "meta", "lazy", "nested", "unfolded", "as strided", "long unfolded"],
 )
 @pytest.mark.filterwarnings("ignore")
 def test_capture_of_an_impossible_tensor_is_refused_by_name(model: Any, name: str, what: str) -> None:
@@ -240,6 +243,68 @@ def test_capture_of_an_impossible_tensor_is_refused_by_name(model: Any, name: st
         state_of(model())
     assert caught.value.name == name
     assert caught.value.advice
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda base: base.view(6, 6)[:, 2],
+        lambda base: base.view(6, 6).t(),
+        lambda base: base.view(1, 3, 3, 4).to(memory_format=torch.channels_last),
+        lambda base: base[:6].expand(4, 6),
+        lambda base: base.as_strided((2, 3), (3, 2)),  # interleaved: 0 2 4, 3 5 7
+        lambda base: base.view(6, 6)[::2, ::3],
+    ],
+    ids=["column", "transposed", "channels last", "expanded", "interleaved", "every other"],
+)
+def test_restore_of_any_view_without_overlap_writes_its_elements_only(view: Any) -> None:
+    base = torch.arange(36.0)
+    model = holding(view(base))
+    state = state_of(model)
+    image = image_of(state)
+    storage = model.odd.untyped_storage()
+    before = model.odd.clone()
+    with torch.no_grad():
+        torch.empty(0).set_(storage).add_(100)
+    outside = torch.empty(0).set_(storage).clone()
+    restore(state, image)
+    assert torch.equal(model.odd, before)
+    changed = torch.empty(0).set_(storage) != outside
+    assert int(changed.sum()) == len(set(before.flatten().tolist()))
+
+
+@pytest.mark.parametrize("name", ["int4", "uint4", "uint1", "int7"])
+def test_restore_of_a_dtype_that_torch_cannot_copy_brings_its_bytes_back(name: str) -> None:
+    codes = torch.arange(12, dtype=torch.uint8).view(3, 4)
+    model = holding(codes.view(getattr(torch, name)))
+    state = state_of(model)
+    image = image_of(state)
+    assert list(image.tensors) == [f"model/odd/{name}"]
+    codes.zero_()
+    restore(state, image)
+    assert codes.flatten().tolist() == list(range(12))
+
+
+def test_restore_brings_back_which_parameters_train_and_which_modules_evaluate() -> None:
+    model = nn.Sequential(net(), nn.Dropout())
+    state = state_of(model)
+    model[0][0].weight.requires_grad_(False)
+    model[0][1].eval()
+    image = image_of(state)
+    other = nn.Sequential(compiled(net()), nn.Dropout()).train()
+    other[1].eval()
+    state = state_of(other)
+    restore(state, image)
+    assert_same(image_of(state), image)
+    inner = other[0]._orig_mod
+    assert [p.requires_grad for p in inner.parameters()] == [False, True, True, True]
+    assert [module.training for module in (other, inner, inner[0], inner[1], other[1])] == [
+        True,
+        True,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_collect_of_a_shared_module_asks_for_its_extra_state_once() -> None:

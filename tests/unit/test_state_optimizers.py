@@ -274,21 +274,66 @@ def test_restore_of_groups_keeps_keys_order_types_and_tensors() -> None:
     assert type(optimizer.param_groups[1]["lr"]) is float
 
 
-def test_restore_into_fewer_groups_names_the_missing_one_and_writes_nothing() -> None:
+@pytest.mark.parametrize("named", [False, True])
+def test_restore_into_fewer_groups_adds_the_missing_ones(named: bool) -> None:
+    def build(model: nn.Sequential) -> torch.optim.Optimizer:
+        first = model[0].named_parameters() if named else model[0].parameters()
+        return torch.optim.AdamW(first, lr=0.1)
+
+    def grow(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
+        more = model[2].named_parameters(prefix="2") if named else model[2].parameters()
+        optimizer.add_param_group({"params": list(more), "lr": torch.tensor(0.3), "betas": (0.8, 0.9), "tag": "late"})
+
     model = net()
-    optimizer = groups_of(model)
-    optimizer.add_param_group({"params": [model[2].weight], "lr": 1.0})
-    image = image_of(state_of(model, optimizer))
-    model = net()
-    optimizer = groups_of(model)
+    optimizer = build(model)
     state = state_of(model, optimizer)
-    with torch.no_grad():
-        model[0].weight.fill_(5)
+    step(model, optimizer)
+    early = image_of(state)
+    grow(model, optimizer)
+    step(model, optimizer, 2)
+    late = image_of(state)
+    step(model, optimizer)
+    end = image_of(state)
+
+    model = net()
+    optimizer = build(model)
+    state = state_of(model, optimizer)
+    restore(state, late)
+    assert_same(image_of(state), late)
+    assert optimizer.param_groups[1]["tag"] == "late"
+    assert ("param_names" in optimizer.param_groups[1]) == named
+    step(model, optimizer)
+    assert_same(image_of(state), end)
+
+    restore(state, early)  # back behind the moment when the group was added
+    assert_same(image_of(state), early)
+    grow(model, optimizer)
+    step(model, optimizer, 2)
+    assert_same(image_of(state), late)
+
+
+def test_restore_of_a_group_whose_parameters_do_not_exist_here_names_it_and_writes_nothing() -> None:
+    model = nn.Sequential(*net(), nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    optimizer.add_param_group({"params": model[3].parameters()})
+    image = image_of(state_of(model, optimizer))
+    model = nn.Sequential(*net())
+    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+    state = state_of(model, optimizer)
     before = image_of(state)
-    with pytest.raises(LeafError, match=r"model/2.weight") as caught:
+    with pytest.raises(LeafError, match=r"model/3.weight") as caught:
         restore(state, image)
-    assert caught.value.name == "optimizer group 3"
+    assert caught.value.name == "optimizer group 1"
     assert_same(image_of(state), before)
+
+
+def test_restore_into_an_optimizer_built_with_more_groups_names_the_first_too_many() -> None:
+    model = net()
+    image = image_of(state_of(model, torch.optim.SGD(model[0].parameters(), lr=0.1)))
+    more = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1)
+    with pytest.raises(LeafError) as caught:
+        restore(state_of(model, more), image)
+    assert caught.value.name == "optimizer group 1"
 
 
 def test_restore_with_parameters_in_another_order_names_the_group() -> None:

@@ -97,8 +97,61 @@ def test_restore_of_a_damaged_stream_is_an_error(part: str, damage: Any) -> None
         streams.restore({**streams.capture(), part: damage})
 
 
+class Device:
+    """Stands for the generator of one CUDA device: (seed, offset) of Philox, 16 bytes."""
+
+    def __init__(self, seed: int, offset: int = 0) -> None:
+        self.state = torch.tensor([seed, offset]).view(torch.uint8)
+
+    def get_state(self) -> torch.Tensor:
+        return self.state
+
+    def set_state(self, state: torch.Tensor) -> None:
+        self.state = state.clone()
+
+
+@pytest.fixture
+def devices(monkeypatch: pytest.MonkeyPatch) -> list[Device]:
+    """Three CUDA devices, of which number 1 is the current one."""
+    made = [Device(5, 12), Device(6, 8), Device(7)]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "default_generators", made)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    return made
+
+
+def test_restore_of_cuda_streams_gives_the_current_device_that_of_the_current_one(
+    devices: list[Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = decode(encode(streams.capture()))
+    for device in devices:
+        device.state = torch.zeros(16, dtype=torch.uint8)
+    streams.restore(state)
+    assert [device.state.view(torch.int64).tolist() for device in devices] == [[5, 12], [6, 8], [7, 0]]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)  # on another node it may have another number
+    streams.restore(state)
+    assert [device.state.view(torch.int64).tolist() for device in devices] == [[6, 8], [5, 12], [7, 0]]
+
+
+def test_restore_of_cuda_streams_where_fewer_devices_are_needs_only_those_that_were_drawn_from(
+    devices: list[Device], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = streams.capture()
+    monkeypatch.setattr(torch.cuda, "default_generators", devices[:2])
+    streams.check(state)
+    streams.restore(state)
+    monkeypatch.setattr(torch.cuda, "default_generators", devices[:1])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    with pytest.raises(LeafError, match="3 devices"):
+        streams.check(state)
+    with pytest.raises(LeafError, match="damaged"):
+        streams.check({**state, "cuda": b"abc"})
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
 def test_restore_of_a_cuda_stream_without_a_device_is_refused_before_any_write() -> None:
     with pytest.raises(LeafError) as caught:
-        streams.check({**streams.capture(), "cuda": b"\0" * 16})
+        streams.check({**streams.capture(), "cuda": [b"\0" * 16]})
     assert caught.value.name == "rng/cuda"
