@@ -66,6 +66,7 @@ Layout, from the top down (a file imports only what stands above it):
     worker/main.py          from fork to exit
     agent/output.py         writing without making the agent wait
     agent/events.py         what happened, as JSON lines
+    observe/alone.py        the meter in any script
     agent/template.py       the process workers are forked from
     agent/supervisor.py     the node's workers
     agent/vitals.py         what the kernel says of a process

@@ -64,6 +64,10 @@ class Ledger:
         """Seconds by category so far."""
         return dict(self._ranks[rank].seconds) if rank in self._ranks else {}
 
+    def is_open(self, rank: int) -> bool:
+        """Whether the rank has had a process, and its run has not come to an end since."""
+        return rank in self._ranks and self._ranks[rank].open
+
     def total(self) -> Goodput:
         """All ranks together."""
         seconds: dict[str, float] = {}

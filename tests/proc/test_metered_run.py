@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -94,3 +96,29 @@ def test_meter_puts_a_kill_into_recovery_and_adds_up_over_processes(
         assert lost_s == pytest.approx(resumed_at - killed_at, rel=0.1, abs=4 * usual_s)
         assert found.seconds["recovery.restore"] > 0
     assert any(event["event"] == "goodput" and event["seconds"]["useful"] > 0 for event in events)
+
+
+def test_meter_alone_measures_a_script_that_stock_torchrun_restarts(tmp_path: Path) -> None:
+    """Dies in step 8, goes on from the checkpoint of step 5: steps 6 and 7 are repeated."""
+    script = str(Path(__file__).parent / "scripts" / "metered_alone.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    environ = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    ended = subprocess.run(
+        [*command, script, str(tmp_path), "8"], capture_output=True, text=True, timeout=DEADLINE_S, env=environ
+    )
+    assert ended.returncode == 0, ended.stderr
+    events = read_run(tmp_path)
+    found = measure(events)[0]
+    assert found.wall_s == pytest.approx(wall_s(events, 0), rel=0.01)
+    seconds = found.by_category()
+    assert seconds["saving"] == pytest.approx(4 * 0.5, rel=0.1)
+    assert found.phases("phase") == {"evaluation": pytest.approx(0.3, rel=0.1)}
+    assert seconds["repeated"] == pytest.approx(2 * 0.05, rel=0.5)
+    assert seconds["useful"] == pytest.approx(20 * 0.05, rel=0.5)
+    deaths = [event["t"] for event in events if event["event"] == "worker_started"]
+    assert found.seconds["recovery.replace"] == pytest.approx(deaths[1] - before(events, deaths[1]), rel=0.05)
+
+
+def before(events: list[dict[str, Any]], t: float) -> float:
+    """When something was measured last before ``t``."""
+    return float(max(event["clock"]["until"] for event in events if "clock" in event and event["t"] < t))

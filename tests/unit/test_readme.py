@@ -55,6 +55,16 @@ def test_readme_command_is_one_that_p2prun_takes() -> None:
     assert options.bind in options.contacts.split(",")
 
 
+def test_readme_meter_section_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    snippet = re.search(r"```python\n(from p2pstate\.observe import .*?)```", README, re.DOTALL)
+    assert snippet is not None
+    names: dict[str, Any] = {"torch": torch, "model": torch.nn.Linear(1, 1), "loader": range(200), "first": 1}
+    exec(snippet.group(1), names | {"train": lambda batch: None})
+    assert Path("model.pt").exists()
+    assert list(Path("runs/today").glob("events-*.jsonl"))
+
+
 def test_readme_data_section_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("corpus.jsonl").write_text("".join(f'{{"text": "{"word " * 300}"}}\n' for _ in range(20)))

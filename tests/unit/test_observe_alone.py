@@ -1,0 +1,77 @@
+"""The meter alone in one process: what it writes, what it reads back, what goes wrong."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2pstate.observe import RunMeter
+from p2pstate.observe.reading import read_run
+
+
+def steps_of(folder: Path) -> list[Any]:
+    return [event["step"] for event in read_run(folder) if event["event"] == "step"]
+
+
+def test_alone_gives_the_same_batches_and_counts_every_category(tmp_path: Path) -> None:
+    with RunMeter(tmp_path, rank=3) as meter:
+        for number, batch in enumerate(meter.fetching("abc")):
+            with meter.step(number):
+                assert batch == "abc"[number]
+        with meter.saving():
+            pass
+        with meter.phase("evaluation"):
+            pass
+        assert meter.goodput().seconds["useful"] > 0
+    assert steps_of(tmp_path) == [0, 1, 2]
+    assert [path.name for path in tmp_path.iterdir()] == ["events-rank3.jsonl"]
+
+
+def test_alone_goes_on_where_a_process_that_died_stopped(tmp_path: Path) -> None:
+    dead = RunMeter(tmp_path, rank=0)
+    for number in (1, 2):
+        with dead.step(number):
+            pass
+    dead.goodput()
+    dead._writer.close()  # its lines are on the disk, it never said that it finished
+    with RunMeter(tmp_path, rank=0) as meter:
+        for number in (2, 3):
+            with meter.step(number):
+                pass
+        found = meter.goodput()
+    assert found.seconds["repeated"] > 0
+    assert found.seconds["recovery.start"] > 0
+    assert "recovery" in found.by_category()
+    with RunMeter(tmp_path, rank=0) as after_the_end:
+        assert after_the_end.goodput().seconds["recovery.start"] == found.seconds["recovery.start"]
+
+
+def test_alone_counts_a_step_that_raises_as_in_vain(tmp_path: Path) -> None:
+    meter = RunMeter(tmp_path, rank=0)
+    with pytest.raises(RuntimeError, match="out of memory"), meter.step(1):
+        raise RuntimeError("out of memory")
+    assert "useful" not in meter.goodput().seconds
+    assert meter.goodput().seconds["repeated"] > 0
+    meter.close()
+
+
+def test_alone_takes_its_rank_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("SLURM_PROCID", "5")
+    RunMeter(tmp_path).close()
+    monkeypatch.setenv("RANK", "7")
+    RunMeter(tmp_path).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["events-rank5.jsonl", "events-rank7.jsonl"]
+
+
+def test_alone_without_a_place_to_write_says_so_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        RunMeter(tmp_path / "file" / "run", rank=0)
+
+
+def test_alone_writes_one_object_a_line(tmp_path: Path) -> None:
+    RunMeter(tmp_path, rank=0).close()
+    lines = (tmp_path / "events-rank0.jsonl").read_text().splitlines()
+    assert [json.loads(line)["event"] for line in lines] == ["worker_started", "clock", "finished"]
