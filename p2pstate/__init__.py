@@ -79,6 +79,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/weaknesses.py
     agent/requests.py       what workers ask of their agent
     agent/status.py         what an operator is told
+    agent/health.py         what probes look at
     agent/agent.py          rendezvous, vault and workers together
     agent/companion.py      the vault of a torchrun node
     data/permutation.py     data/: p2pstate.data, which uses nothing of what stands above

@@ -182,6 +182,11 @@ def _parser() -> argparse.ArgumentParser:
         help="a worker others wait for is replaced when nothing has happened in it for so long, and for ten times what "
         "its steps take; 0: never",
     )
+    node.add_argument(
+        "--health-file",
+        metavar="FILE",
+        help="written every second while the agent lives, for probes (docs/kubernetes.md)",
+    )
     node.add_argument("--quiet", action="store_true", help="workers' output and events go to --run-dir only")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
     parser.add_argument("script", help="the training script")
@@ -210,6 +215,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         give_up_s=options.give_up_after,
         join_timeout_s=options.join_timeout,
         spare_wait_s=options.spare_wait,
+        health_file=os.path.abspath(options.health_file) if options.health_file else None,
         hang_floor_s=options.hang_floor,
     )
     return config, job

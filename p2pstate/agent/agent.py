@@ -21,6 +21,7 @@ from typing import Any
 
 from p2pstate.agent.budget import Budget
 from p2pstate.agent.events import EventLog
+from p2pstate.agent.health import HealthFile
 from p2pstate.agent.job import Job
 from p2pstate.agent.output import Writer
 from p2pstate.agent.requests import Requests
@@ -89,6 +90,7 @@ class Agent:
         self._weaknesses = Weaknesses(self.events)
         self._waiting_since = self._waited_s = 0.0  # the latter: since the newest round began
         self.verdict: Verdict | None = None
+        self._health = HealthFile(job.health_file, self.node, self._describe) if job.health_file else None
 
     def run(self) -> int:
         """Until the run's verdict; returns the exit code. No process or memory of this node is left afterwards."""
@@ -97,12 +99,16 @@ class Agent:
             self._supervisor.keep_spares(self._job.num_workers + 1)
             self._listen_for_progress()
             self._watchdog.start()
+            if self._health is not None:
+                self._health.start()
             self.node.run()
         finally:
             total = self.events.ledger.total()
             if total.wall_s > 0:
                 self.events.emit("goodput", f"this node's ranks: {total.sentence()}", seconds=dict(total.seconds))
             self._supervisor.close()
+            if self._health is not None:
+                self._health.close()
             self.node.close()
             self._vault.close()
             self.events.close()
@@ -123,6 +129,15 @@ class Agent:
             self.events.emit("verdict", text, code=code, text=text, scope="node")
             self.node.leave(text)
             self.node.call_later(VERDICT_LINGER_S, self.node.stop)
+
+    def _describe(self) -> dict[str, Any]:
+        """For the health file."""
+        state = "joining" if self._view is None else "spare" if self._place is None else "training"
+        if self.verdict is not None:
+            state = "ended"
+        elif self._view is not None and self._waiting_timer is not None:
+            state = "waiting"
+        return {"node": self._name, "state": state, "step": self._known_step}
 
     # -- rendezvous.types.Application
 

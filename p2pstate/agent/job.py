@@ -23,4 +23,5 @@ class Job:
     give_up_s: float
     join_timeout_s: float
     spare_wait_s: float
+    health_file: str | None
     hang_floor_s: float  # 0: nobody looks for hung workers

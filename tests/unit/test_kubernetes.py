@@ -1,0 +1,188 @@
+"""examples/kubernetes against the official models, and against what p2prun takes and returns. Without a cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2pstate import errors
+from p2pstate.cli import _parser
+
+yaml = pytest.importorskip("yaml")
+models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api (extra dev) is not installed")
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "kubernetes"
+VARIANTS = ["job", "jobset", "kubeflow"]
+KINDS = {
+    "Job": models.IoK8sApiBatchV1Job,
+    "JobSet": models.JobsetV1alpha2JobSet,
+    "Secret": models.IoK8sApiCoreV1Secret,
+    "Service": models.IoK8sApiCoreV1Service,
+    "TrainJob": models.TrainerV1alpha1TrainJob,
+    "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
+}
+QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti)?")
+
+
+def objects(variant: str) -> list[dict[str, Any]]:
+    files = yaml.safe_load((FOLDER / variant / "kustomization.yaml").read_text())["resources"]
+    return [yaml.safe_load((FOLDER / variant / name).read_text()) for name in files]
+
+
+def find(value: Any, key: str) -> Iterator[Any]:
+    """Every value with this key, at any depth."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if name == key:
+                yield inner
+            yield from find(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from find(inner, key)
+
+
+def kept(given: Any, known: Any, where: str) -> None:
+    """The models drop keys that they do not know, and may add defaults."""
+    if isinstance(given, Mapping):
+        for key, value in given.items():
+            assert key in known, f"{where} has no key {key!r}"
+            kept(value, known[key], f"{where}.{key}")
+    elif isinstance(given, list):
+        for index, (left, right) in enumerate(zip(given, known, strict=True)):
+            kept(left, right, f"{where}[{index}]")
+    else:
+        assert given == known, where
+
+
+def check(value: Any) -> None:
+    """Validate an object; raises if a value has the wrong type or a key is one that the model does not know."""
+    plain = json.loads(json.dumps(value))
+    for resources in find(plain, "resources"):
+        for amounts in resources.values():
+            assert all(isinstance(amount, str) and QUANTITY.fullmatch(amount) for amount in amounts.values()), amounts
+        resources.clear()  # the models have no type for quantities
+    kept(plain, KINDS[plain["kind"]].model_validate(plain).to_dict(), plain["kind"])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_manifest_has_only_keys_and_types_of_the_official_models(variant: str) -> None:
+    found = objects(variant)
+    assert found
+    for each in found:
+        check(each)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("backofLimit", 3), ("backoffLimit", "3"), ("podFailurePolicy", {"rules": [{"action": 1}]})]
+)
+def test_manifest_check_refuses_unknown_keys_and_wrong_types(key: str, value: Any) -> None:
+    (job, _) = objects("job")
+    check(job)
+    job["spec"][key] = value
+    with pytest.raises((AssertionError, ValueError)):
+        check(job)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_kustomization_renders_with_the_key_and_the_image(variant: str, tmp_path: Path) -> None:
+    if shutil.which("kubectl") is None:
+        pytest.skip("kubectl is not installed")
+    shutil.copytree(FOLDER / variant, tmp_path / variant)
+    (tmp_path / variant / "run.key").write_text("00" * 32)
+    command = ["kubectl", "kustomize", str(tmp_path / variant)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    rendered = list(yaml.safe_load_all(done.stdout))
+    for each in rendered:
+        check(each)
+    (secret,) = (each for each in rendered if each["kind"] == "Secret")
+    assert list(find(rendered, "secretName")) == [secret["metadata"]["name"]]
+    assert list(secret["data"]) == ["run.key"]
+    assert list(find(rendered, "image")) == ["registry.example.com/p2pstate:0.1.0"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_manifest_runs_a_command_that_p2prun_takes(variant: str, tmp_path: Path) -> None:
+    found = objects(variant)
+    (container,) = next(find(found, "containers"))
+    (tmp_path / "p2prun").write_text('#!/bin/sh\nfor word in "$@"; do printf "%s\\n" "$word"; done\n')
+    (tmp_path / "p2prun").chmod(0o755)
+    given = {entry["name"]: entry["value"] for env in find(found, "env") for entry in env if "value" in entry}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    for zone, labels in (("", []), ("z1", ["zone=z1"])):
+        pod = {"POD_NAME": "train-0-abcde", "RUN_ID": "u-1", "SERVICE": "train", "ZONE": zone}
+        done = subprocess.run(
+            container["args"], env={**given, **pod, "PATH": path}, capture_output=True, text=True, check=True
+        )
+        options = _parser().parse_args(done.stdout.splitlines())
+        assert options.script == "examples/train_gpt.py"
+        assert (ROOT / options.script).exists()
+        assert "--steps=1000" in options.args
+        assert (options.name, options.run_id, options.label) == ("train-0-abcde", "u-1", labels)
+        assert (
+            int(options.nnodes) + options.spares == next(find(found, "parallelism")) == next(find(found, "completions"))
+        )
+        assert options.health_file == "/tmp/health"
+        port = options.contacts.rpartition(":")[2]
+        assert options.bind == f"0.0.0.0:{port}"
+        assert [entry["containerPort"] for entry in container["ports"]] == [int(port)]
+        (mount,) = (entry for entry in container["volumeMounts"] if entry["name"] == "key")
+        assert options.key_file == f"{mount['mountPath']}/run.key"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_manifest_ends_the_job_only_for_exit_codes_that_end_the_run(variant: str) -> None:
+    found = objects(variant)
+    (policy,) = find(found, "podFailurePolicy")
+    (fatal,) = (rule["onExitCodes"] for rule in policy["rules"] if rule["action"] == "FailJob")
+    (container,) = next(find(found, "containers"))
+    assert fatal == {"containerName": container["name"], "operator": "In", "values": [1, errors.EXIT_STATE_LOST]}
+    # What the API server demands of a Job with a failure policy or a success policy.
+    assert list(find(found, "restartPolicy")) == ["Never"]
+    assert list(find(found, "podReplacementPolicy")) == ["Failed"]
+    assert list(find(found, "completionMode")) == ["Indexed"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_manifest_needs_no_privileges(variant: str) -> None:
+    (pod,) = (spec for spec in find(objects(variant), "spec") if "containers" in spec)
+    assert pod["securityContext"]["runAsNonRoot"] is True
+    assert pod["automountServiceAccountToken"] is False
+    assert not {"hostNetwork", "hostPID", "hostIPC"} & set(pod)
+    for container in pod["containers"]:
+        context = container["securityContext"]
+        assert context["allowPrivilegeEscalation"] is False
+        assert context["capabilities"] == {"drop": ["ALL"]}
+        assert "privileged" not in context
+    (secret,) = (volume["secret"] for volume in pod["volumes"] if "secret" in volume)
+    assert secret["defaultMode"] == 0o400
+
+
+def test_manifest_of_a_job_finds_its_pods_through_its_service() -> None:
+    job, service = objects("job")
+    assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"] == job["metadata"]["name"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    assert (service["spec"]["clusterIP"], service["spec"]["publishNotReadyAddresses"]) == ("None", True)
+
+
+def test_manifests_describe_the_same_pods() -> None:
+    """Three files, because kustomize cannot share a pod template between kinds: they must not drift apart."""
+    pods = []
+    for variant in VARIANTS:
+        (pod,) = (spec for spec in find(objects(variant), "spec") if "containers" in spec)
+        (container,) = pod["containers"]
+        pod.pop("subdomain", None)
+        del container["args"]
+        for entry in container["env"]:
+            if entry["name"] == "SERVICE":
+                del entry["valueFrom"]
+        pods.append(pod)
+    assert pods[0] == pods[1] == pods[2]
