@@ -8,6 +8,7 @@ for comparing runs (outcome.py); --kill makes it die at an exact point, once (ki
 import argparse
 import math
 import random
+import time
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +32,9 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the final state and the positions seen")
     parser.add_argument("--ddp", action="store_true", help="DDP instead of FSDP2")
     parser.add_argument("--batch-norm", action="store_true", help="a BatchNorm, whose statistics differ by rank")
+    parser.add_argument("--pace", type=float, default=0.0, metavar="S", help="rest this long after each step")
+    parser.add_argument("--checkpoint", type=Path, help="folder for checkpoints on disk")
+    parser.add_argument("--checkpoint-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--kill", action="append", default=[], metavar="STEP:RANK:PHASE[:node]")
     for name in ("num_layers", "width", "context"):
         default = GPTConfig.__dataclass_fields__[name].default
@@ -79,7 +83,9 @@ def main() -> None:
     for seed in (random.seed, np.random.seed, torch.manual_seed):  # dropout differs from rank to rank
         seed(1000 * args.seed + rank)
 
-    state = p2pstate.Replicator(net, optimizer, scheduler, data=loader)
+    state = p2pstate.Replicator(
+        net, optimizer, scheduler, data=loader, checkpoint=args.checkpoint, checkpoint_every=args.checkpoint_every
+    )
     record = Recorder(args.out, rank)
     kill = KillPoints(args.kill, args.out, rank, model.blocks[len(model.blocks) // 2], optimizer)
 
@@ -96,6 +102,7 @@ def main() -> None:
     for step, loss in state.run(kill.around(train_step, state), steps=args.steps):
         record.committed(step, loss.item())
         kill.between(step)
+        time.sleep(args.pace)
 
     save_final_state(args.out, rank, model, optimizer, scheduler, loader)
 

@@ -22,6 +22,7 @@ Layout, from the top down (a file imports only what stands above it):
     state/codec.py
     state/leaves.py
     state/holders.py
+    state/chunks.py
     state/layout.py
     state/rng.py
     state/naming.py
@@ -50,9 +51,21 @@ Layout, from the top down (a file imports only what stands above it):
     worker/context.py       this worker's place in the run
     capture.py              live state -> own slots
     replicate.py            own slots -> the buddies
+    durable/files.py        durable/: versions on disk
+    durable/manifest.py
+    durable/keys.py
+    durable/division.py     pure: who writes what
+    durable/catalog.py      what is on disk, and what of it is good
+    durable/dcp_write.py
+    durable/dcp_read.py
+    durable/session.py      pure: one save, as one node sees it
+    durable/resume.py       which checkpoint, and a rank's state out of it
+    durable/writer.py       the process that touches storage
     gradients.py            forgetting a discarded step
     rehearsal.py            what a newcomer does alone
+    saving.py               which version goes to disk
     protection.py           what is captured when, and kept
+    resume.py               a checkpoint -> the live state
     recover.py              a round -> the same version everywhere
     rounds.py               from one round to the next
     block.py                one block, as the user sees it
@@ -75,6 +88,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/job.py            what a node's workers run
     agent/budget.py         pure: how often a run may fail
     agent/rounds.py         pure: how a round begins
+    agent/saves.py          saves, as the agent runs them
     agent/sentences.py      what a person reads
     agent/weaknesses.py
     agent/requests.py       what workers ask of their agent

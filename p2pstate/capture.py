@@ -10,10 +10,12 @@ node has is written by every rank that has it.
 
 from __future__ import annotations
 
+import operator
 import os
 import struct
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import msgpack
 import torch
@@ -21,11 +23,12 @@ import torch
 from p2pstate.redundancy import divide
 from p2pstate.slots import Header, Slot
 from p2pstate.state import Collected, Layout, Leaf
+from p2pstate.state.chunks import chunks_of
 from p2pstate.types import Part, Version
 from p2pstate.versions import next_slot
 from p2pstate.worker.link import Link
 
-__all__ = ["Capturer", "Image", "SlotPair", "read_image"]
+__all__ = ["Capturer", "Image", "SlotPair", "open_image", "read_image"]
 
 SLACK_BYTES = 1 << 16  # plain values grow: not every byte more shall need new memory
 _FOOTER = struct.Struct("<Q")
@@ -51,23 +54,59 @@ class Image:
 
 
 class SlotPair:
-    """The two slots of one part: one keeps the version to fall back to, the other takes the next."""
+    """The two slots of one part: one keeps the version to fall back to, the other takes the next.
 
-    def __init__(self, link: Link, part: Part) -> None:
+    With ``reserve`` there is a third: the slot of a version that is being written to disk is set aside, and the reserve
+    takes its place in the pair until the next time.
+    """
+
+    def __init__(self, link: Link, part: Part, *, reserve: bool = False) -> None:
         self._link = link
         self._part = part
-        self._slots: list[Slot | None] = [None, None]
+        self._slots: list[Slot | None] = [None, None, None]
+        self._pair = (0, 1)
+        self._reserve = 2 if reserve else None
+        self._looked = not reserve
 
     def target(self, num_bytes: int, keep: Version | None) -> Slot:
         """The slot to write next, with room for ``num_bytes``; never the one that holds ``keep``.
 
         Raises Retryable when the node has no memory for it.
         """
-        index = next_slot((self._version(0), self._version(1)), keep)
+        if not self._looked:
+            self._look(keep)
+        first, second = self._pair
+        index = self._pair[next_slot((self._version(first), self._version(second)), keep)]
+        return self._with_room(index, num_bytes)
+
+    def set_aside(self, slot: Slot) -> None:
+        """Whatever was just written to ``slot`` stays there until the slot after the next call is taken back."""
+        assert self._reserve is not None
+        written = next(index for index in self._pair if self._slots[index] is slot)
+        self._pair = (sum(self._pair) - written, self._reserve)
+        self._reserve = written
+
+    def prepare_reserve(self, num_bytes: int) -> None:
+        """Have the reserve's memory there before it is needed: new memory takes ten times as long to write."""
+        if self._reserve is not None:
+            slot = self._slots[self._reserve]
+            if slot is None or slot.capacity < num_bytes:
+                self._with_room(self._reserve, num_bytes).populate()
+
+    def _with_room(self, index: int, num_bytes: int) -> Slot:
         slot = self._slots[index]
         if slot is None or slot.capacity < num_bytes:
             slot = self._slots[index] = self._map(index, num_bytes + num_bytes // 64 + SLACK_BYTES)
         return slot
+
+    def _look(self, keep: Version | None) -> None:
+        """A predecessor may have left versions in all three: the reserve is the oldest that is not kept."""
+        self._looked = True
+        held = {index: self._version(index) for index in range(3)}
+        free = [index for index in (2, 1, 0) if held[index] is None or held[index] != keep]
+        self._reserve = min(free, key=lambda index: held[index] or Version(-1, -1))
+        first, second = (index for index in range(3) if index != self._reserve)
+        self._pair = first, second
 
     def _version(self, index: int) -> Version | None:
         slot = self._slots[index]
@@ -88,8 +127,10 @@ class SlotPair:
 class Capturer:
     """Writes the parts of rank ``rank``. ``places[rank]`` tells which ranks are on one node."""
 
-    def __init__(self, link: Link, rank: int, places: Sequence[int]) -> None:
+    def __init__(self, link: Link, rank: int, places: Sequence[int], *, reserve: bool = False) -> None:
+        """``reserve``: slots can be set aside (see SlotPair)."""
         self._link = link
+        self._reserve = reserve
         self._rank = rank
         self._places = tuple(places)
         self._pairs: dict[Part, SlotPair] = {}
@@ -100,8 +141,13 @@ class Capturer:
         """Forget the memory of all other parts: the vault is about to let it go."""
         self._pairs = {part: pair for part, pair in self._pairs.items() if part in parts}
 
-    def capture(self, collected: Collected, version: Version, keep: Version | None) -> list[Image]:
-        """Copy the state into this rank's slots. The caller may change the state as soon as this returns."""
+    def capture(
+        self, collected: Collected, version: Version, keep: Version | None, *, set_aside: bool = False
+    ) -> list[Image]:
+        """Copy the state into this rank's slots. The caller may change the state as soon as this returns.
+
+        ``set_aside``: no later version is written over this one before the next that is set aside.
+        """
         own: list[Leaf] = []
         shared: dict[tuple[int, ...], list[Leaf]] = {}
         for leaf in collected.leaves:
@@ -109,14 +155,22 @@ class Capturer:
                 shared.setdefault(leaf.holders, []).append(leaf)
             else:
                 own.append(leaf)
-        images = [self._write(Part.own(self._rank), own, collected.values, version, keep, len(shared))]
+        images = [self._write(Part.own(self._rank), own, collected, version, keep, len(shared))]
         for members, leaves in sorted(shared.items()):
             local = [rank for rank in members if self._places[rank] == self._places[self._rank]]
             piece = local.index(self._rank)
             mine = self._divided(members, leaves, piece, len(local))
             kept = [leaf for leaf in leaves if leaf.name in mine]
-            images.append(self._write(Part.shared(members, piece, len(local)), kept, b"", version, keep, 0))
+            images.append(self._write(Part.shared(members, piece, len(local)), kept, collected, version, keep, 0))
+        if set_aside:
+            for image in images:
+                self._pairs[image.part].set_aside(image.slot)
         return images
+
+    def prepare_reserves(self, images: Sequence[Image]) -> None:
+        """Give each part of ``images`` a reserve slot of its size. From any thread."""
+        for image in images:
+            self._pairs[image.part].prepare_reserve(image.num_bytes)
 
     def _is_shared(self, holders: tuple[int, ...]) -> bool:
         """Whether a rank on another node holds these bytes (or, with one node only, another rank at all)."""
@@ -128,16 +182,17 @@ class Capturer:
         self,
         part: Part,
         leaves: Sequence[Leaf],
-        values: bytes,
+        collected: Collected,
         version: Version,
         keep: Version | None,
         num_shared_sets: int,
     ) -> Image:
         pair = self._pairs.get(part)
         if pair is None:
-            pair = self._pairs[part] = SlotPair(self._link, part)
-        known = self._layout_for(part, leaves)
+            pair = self._pairs[part] = SlotPair(self._link, part, reserve=self._reserve)
+        known = self._layout_for(part, leaves, collected.tied)
         layout = known.layout
+        values = collected.values if part.kind == "own" else b""
         tail = known.tail_begin + msgpack.packb(values, use_bin_type=True) + _FOOTER.pack(layout.num_bytes)
         needed = layout.num_bytes + len(tail)
         slot = pair.target(needed, keep)
@@ -148,14 +203,17 @@ class Capturer:
         body[layout.num_bytes : needed] = tail
         return Image(part, slot, version, layout.num_bytes, len(tail), num_shared_sets)
 
-    def _layout_for(self, part: Part, leaves: Sequence[Leaf]) -> _KnownLayout:
+    def _layout_for(self, part: Part, leaves: Sequence[Leaf], tied: Mapping[str, str]) -> _KnownLayout:
         """The layout of the last version while it fits: its views into the slots are reused."""
         known = self._layouts.get(part)
-        if known is None or not known.layout.fits(leaves):
+        if known is None or not known.layout.fits(leaves) or not known.divided_like(leaves):
             layout = Layout.build(leaves)
             packer = msgpack.Packer(use_bin_type=True)
-            begin = [packer.pack_map_header(2), *map(packer.pack, ("table", layout.table(), "values"))]
-            known = self._layouts[part] = _KnownLayout(layout, b"".join(begin))
+            here = {leaf.name for leaf in leaves}
+            names = {further: name for further, name in tied.items() if name in here}
+            fields = ("table", layout.table(), "chunks", chunks_of(leaves), "tied", names, "values")
+            begin = [packer.pack_map_header(4), *map(packer.pack, fields)]
+            known = self._layouts[part] = _KnownLayout(layout, _divisions(leaves), b"".join(begin))
         return known
 
     def _divided(self, members: tuple[int, ...], leaves: Sequence[Leaf], piece: int, num_pieces: int) -> frozenset[str]:
@@ -173,7 +231,17 @@ class _KnownLayout:
     """``tail_begin``: the packed table, and all else of a tail that comes before the plain values."""
 
     layout: Layout
+    divisions: list[Any]
     tail_begin: bytes
+
+    def divided_like(self, leaves: Sequence[Leaf]) -> bool:
+        now = _divisions(leaves)
+        return all(map(operator.is_, now, self.divisions)) or now == self.divisions
+
+
+def _divisions(leaves: Sequence[Leaf]) -> list[Any]:
+    """How each leaf is divided over ranks: a distributed tensor's mesh, placements and global shape."""
+    return [leaf.whole._spec if leaf.whole is not None else None for leaf in leaves]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +251,15 @@ class _Division:
 
 
 def read_image(body: torch.Tensor) -> tuple[dict[str, torch.Tensor], bytes]:
-    """The leaves (views into ``body``) and the plain values of one image.
+    """The leaves (views into ``body``) and the plain values of one image; see :func:`open_image`."""
+    layout, tail = open_image(body)
+    return layout.read(body[: layout.num_bytes]), tail["values"]
+
+
+def open_image(body: torch.Tensor) -> tuple[Layout, dict[str, Any]]:
+    """Where the leaves lie in ``body``, and what else an image says.
+
+    That is: ``chunks`` (see state/chunks.py), ``tied`` (further names of leaves), ``values``.
 
     ``body``: 1-D uint8, exactly the bytes of one image: data, tail, and eight bytes that say where the tail begins.
     Raises ValueError when it is not an image.
@@ -194,4 +270,4 @@ def read_image(body: torch.Tensor) -> tuple[dict[str, torch.Tensor], bytes]:
         raise ValueError(f"not an image: its tail would begin at {data_bytes} of {num_bytes} bytes")
     raw = bytes(body[data_bytes : num_bytes - _FOOTER.size].numpy())
     tail = msgpack.unpackb(raw, raw=False, strict_map_key=False)
-    return Layout.from_table(tail["table"]).read(body[:data_bytes]), tail["values"]
+    return Layout.from_table(tail["table"]), tail

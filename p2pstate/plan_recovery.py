@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from p2pstate.types import Part, RoundInfo, SlotRecord, Start, Version
 from p2pstate.versions import version_to_keep
 
-__all__ = ["Fetch", "Lineage", "Plan", "RankReport", "StartOver", "StateLost", "plan_recovery"]
+__all__ = ["Fetch", "Lineage", "Plan", "RankReport", "StartOver", "StateLost", "plan_recovery", "why_unsettled"]
 
 WRAPPER_CHANGES = 1  # in RankReport.wrappers: this one calls for another collective at its next use
+NUM_WARM_STEPS = 2
 NOTHING_TO_LOSE_STEP = 1  # a run that has not got further than this starts anew without asking
 
 
@@ -92,7 +93,7 @@ def plan_recovery(
     records: Iterable[SlotRecord],
     lineage: Iterable[Lineage] = (),
     corrupt: frozenset[tuple[str, int]] = frozenset(),
-    num_warm_steps_needed: int = 2,
+    num_warm_steps_needed: int = NUM_WARM_STEPS,
     copies: int = 1,
 ) -> Plan | StartOver | StateLost:
     """Decide what all ranks of ``info`` resume from.
@@ -111,7 +112,7 @@ def plan_recovery(
             continue
         if version.step == 0:
             return StartOver(Start.FRESH, "no step was protected yet, so training starts anew")
-        unsettled = _why_unsettled(reports, num_warm_steps_needed)
+        unsettled = why_unsettled(reports, num_warm_steps_needed)
         if unsettled:
             return StartOver(
                 Start.RESTART, f"{unsettled}: all workers start again and resume from memory at step {version.step}"
@@ -126,7 +127,7 @@ def plan_recovery(
     return StartOver(Start.FRESH, f"{missing}; training starts anew")
 
 
-def _why_unsettled(reports: Mapping[int, RankReport], num_warm_steps_needed: int) -> str:
+def why_unsettled(reports: Mapping[int, RankReport], num_warm_steps_needed: int = NUM_WARM_STEPS) -> str:
     """Why survivors and newcomers cannot go on together; empty when they can, or when there are no survivors."""
     survivors = [report for report in reports.values() if not report.newcomer]
     for report in survivors:

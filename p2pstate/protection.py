@@ -17,6 +17,7 @@ from p2pstate.groups.status import STATUS
 from p2pstate.groups.waiting import ABANDON_AFTER_S
 from p2pstate.observe.meter import METER
 from p2pstate.replicate import Shipper
+from p2pstate.saving import NOT_DUE, Saving
 from p2pstate.settings import Settings
 from p2pstate.state import TrainingState
 from p2pstate.stats import ProtectionStats
@@ -37,7 +38,8 @@ class Protection:
         self.settings = settings
         self._context = context
         self._state = state
-        self._capturer = Capturer(context.link, context.rank, context.places)
+        self._saving = Saving(context.link, settings.checkpoint) if settings.checkpoint is not None else None
+        self._capturer = Capturer(context.link, context.rank, context.places, reserve=settings.checkpoint is not None)
         self.stats = ProtectionStats()
         self._shipper = self._make_shipper()
         self._course = Course(settings.every)
@@ -63,6 +65,8 @@ class Protection:
     def resumed(self, keep: Version) -> None:
         """The round resumed a version: ship it again at once, for the partners may be new; ``keep`` stays meanwhile."""
         self._course = self._course.resumed(keep)
+        if self._saving is not None:
+            self._saving.resumed(keep.step)
         self._num_skipped_before_captured = 0
         if self._pairing != (self._context.buddies, self._context.wards):
             self._shipper.cancel()
@@ -72,10 +76,17 @@ class Protection:
         """For the ballot: the newest version of which all that this rank writes is complete, its wards' copies too."""
         return self._shipper.complete
 
+    def save_vote(self, step: int) -> int:
+        """For the ballot on ``step``: see saving.py."""
+        return NOT_DUE if self._saving is None else self._saving.vote(step)
+
     def committed(self, step: int, voted: Ballot) -> None:
         """``step`` is committed; decide, as all ranks do, whether its state becomes a version."""
         before = self._course
         self._course = before.committed(step, Version(voted.protected_epoch, voted.protected_step))
+        if self._saving is not None:
+            self._saving.protected(self._course.kept)
+            self._saving.voted(voted.save)
         if self._course.kept != before.kept:
             self._num_skipped_before_captured = before.num_skipped_in_a_row
             self._tell_needs()
@@ -102,11 +113,13 @@ class Protection:
             collected = self._state.collect()
             if STATUS.error is not None:
                 return  # an object's state_dict may have used a collective, and got an echo
-            images = self._capturer.capture(collected, version, keep)
+            set_aside = self._saving is not None and self._saving.captures(version)
+            images = self._capturer.capture(collected, version, keep, set_aside=set_aside)
             self._course = self._course.captures(version)
             self._written = {image.part for image in images} | {Part.own(ward) for ward in self._context.wards}
             self._captured_since_vote = True
-            self._shipper.ship(images, keep, transport, began)
+            prepare = self._capturer.prepare_reserves if self._saving is not None else None
+            self._shipper.ship(images, keep, transport, began, prepare)
         self.stats.capture_s.append(time.monotonic() - began)
         self.stats.num_captured += 1
         self.stats.num_own_bytes = sum(image.num_bytes for image in images if image.part.kind == "own")
@@ -132,6 +145,19 @@ class Protection:
         with METER.inside("protection"):
             while not self._shipper.wait(ABANDON_AFTER_S) and time.monotonic() < deadline and STATUS.error is None:
                 pass
+
+    def save_last(self, epoch: int, step: int, voted: Ballot, timeout_s: float) -> str | None:
+        """At the end of the loop, after its vote: have the last version on disk. Returns what went wrong ("" if nothing
+        did); None: the state of ``step`` is no protected version yet, capture it and vote again."""
+        version = Version(epoch, step)
+        if self._saving is None:
+            return ""
+        if self._course.captured != version:
+            self._course = self._course.committed(step, Version(voted.protected_epoch, voted.protected_step)).begun()
+            return None
+        if Version(voted.protected_epoch, voted.protected_step) < version:
+            return f"step {step} did not become complete on all nodes in time"
+        return self._saving.save_last(version, timeout_s, lambda: STATUS.error is not None)
 
     def quiesce(self, epoch: int) -> None:
         """Stop everything that belongs to round ``epoch``: no slot changes until the next capture."""

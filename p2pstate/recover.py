@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
@@ -25,15 +25,26 @@ from torch.distributed import DistStoreError, ReduceOp
 from p2pstate.capture import read_image
 from p2pstate.errors import ConfigError, P2PStateError, Retryable
 from p2pstate.groups.registry import Registry
+from p2pstate.groups.status import STATUS
 from p2pstate.groups.transport import Incoming, Outgoing, Payload
 from p2pstate.groups.waiting import call, wait_collective
 from p2pstate.observe.meter import METER
-from p2pstate.plan_recovery import Fetch, Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
+from p2pstate.plan_recovery import (
+    Fetch,
+    Lineage,
+    Plan,
+    RankReport,
+    StartOver,
+    StateLost,
+    plan_recovery,
+    why_unsettled,
+)
+from p2pstate.resume import Disk
 from p2pstate.settings import Settings
 from p2pstate.slots import Slot, digest_of
 from p2pstate.state import TrainingState
 from p2pstate.trace import Row
-from p2pstate.types import RoundInfo, SlotRecord, Version
+from p2pstate.types import RoundInfo, SlotRecord, Start, Version
 from p2pstate.worker.link import Link
 
 __all__ = ["ROUND_FAILED", "Joined", "LostError", "MustStartOver", "Phases", "join"]
@@ -72,7 +83,7 @@ class Phases:
 @dataclass(frozen=True, slots=True)
 class Joined:
     """``keep``: the version whose slots stay until the resumed state is protected; ``source``: survivor, own vault,
-    replicas or buddy; ``num_bytes``: what came over the network."""
+    replicas, buddy or disk; ``num_bytes``: what came over the network."""
 
     version: Version
     keep: Version
@@ -94,12 +105,13 @@ def join(
     row: Row,
     join_timeout_s: float,
     connected: bool,
+    disk: Disk | None = None,
 ) -> Joined:
     """Bring this process into ``info``; ``connected``: its groups have this round's connections already; ``row`` shows
     the agent what all ranks do together.
 
-    Raises MustStartOver when no version can be resumed in place, LostError when there is none any more; ConfigError in
-    a newcomer that asks for other settings than those who are there; Retryable,
+    Raises MustStartOver when no version can be resumed in place, LostError when there is none any more, neither in
+    memory nor on ``disk``; ConfigError in a newcomer that asks for other settings than those who are there; Retryable,
     DistStoreError or RuntimeError when the round ends or a member fails meanwhile: join the next round then.
     """
     assert registry.make_store is not None
@@ -115,8 +127,17 @@ def join(
         if not connected:
             registry.attach(call(lambda: registry.build(info.epoch), is_over, "connecting"))
     slots = _LocalSlots(link)
-    with row.inside("plan"):
-        plan = _agree(store, info, link, report.rank, reports, settings.copies, slots, phases)
+    ended_at = min((each.ended_at for each in reports.values() if each.ended_at >= 0), default=None)
+    try:
+        with row.inside("plan"):
+            plan = _agree(store, info, link, report.rank, reports, settings.copies, slots, phases)
+    except (LostError, MustStartOver) as error:
+        if disk is None or (isinstance(error, MustStartOver) and error.decision.start != Start.FRESH):
+            raise
+        joined = _from_disk(disk, store, info, registry, state, reports, error, phases, ended_at)
+        if joined is None:
+            raise
+        return joined
     mine = plan.of(report.rank)
     with phases.phase("pull"), row.inside("pull"):
         images = call(lambda: _move(plan, report.rank, slots, registry), is_over, "pulling")
@@ -134,8 +155,43 @@ def join(
     if any(fetch.sender is not None for fetch in mine):
         source = "buddy" if any(f.sender is not None and f.part.kind == "own" for f in mine) else "replicas"
     pulled = sum(fetch.num_bytes for fetch in mine if fetch.sender is not None)
-    ends = [each.ended_at for each in reports.values() if each.ended_at >= 0]
-    return Joined(plan.version, plan.keep, plan.steps_lost, source, pulled, plan.reason, min(ends, default=None))
+    return Joined(plan.version, plan.keep, plan.steps_lost, source, pulled, plan.reason, ended_at)
+
+
+def _from_disk(
+    disk: Disk,
+    store: Store,
+    info: RoundInfo,
+    registry: Registry,
+    state: TrainingState,
+    reports: Mapping[int, RankReport],
+    in_memory: LostError | MustStartOver,
+    phases: Phases,
+    ended_at: int | None,
+) -> Joined | None:
+    """Resume from the newest good checkpoint, all ranks from the same. None: there is none.
+
+    ``in_memory``: what the plan says of the copies in memory.
+    """
+    with phases.phase("verify"):
+        resolved = disk.resolve(store, info, str(in_memory))
+    if resolved.choice is None:
+        if isinstance(in_memory, LostError):
+            seen = "; ".join(resolved.skipped) or "there is none"
+            raise LostError(f"{in_memory}; and no checkpoint on disk can be used: {seen}") from in_memory
+        return None
+    unsettled = why_unsettled(reports)
+    if unsettled:
+        reason = f"{unsettled}: all workers start again and resume from disk at step {resolved.choice.step}"
+        raise MustStartOver(StartOver(Start.RESTART, reason))
+    with phases.phase("restore"):
+        version = disk.restore(resolved, state)
+        _all_done(registry, lambda: STATUS.error is not None)
+    seen_step = max([info.progress, *(report.committed_step for report in reports.values())])
+    reason = f"{in_memory}; {resolved.choice.path} is the newest good checkpoint"
+    reason = "; ".join([reason, *(f"skipped {each}" for each in resolved.skipped)])
+    lost = max(0, seen_step - version.step)
+    return Joined(version, version, lost, "disk", resolved.choice.manifest.num_bytes, reason, ended_at)
 
 
 def _meet(

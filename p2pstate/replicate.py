@@ -45,6 +45,7 @@ class _Job:
     keep: Version | None
     transport: Transport
     began: float  # monotonic seconds
+    afterwards: Callable[[Sequence[Image]], None] | None
 
 
 class Shipper:
@@ -75,11 +76,22 @@ class Shipper:
         """Newest version of which this rank has completed its own slots and the copy of every ward."""
         return self._complete
 
-    def ship(self, images: Sequence[Image], keep: Version | None, transport: Transport, began: float) -> None:
-        """Start on a version, whose capture began at ``began``. The one before must be done (see :meth:`wait`)."""
+    def ship(
+        self,
+        images: Sequence[Image],
+        keep: Version | None,
+        transport: Transport,
+        began: float,
+        afterwards: Callable[[Sequence[Image]], None] | None = None,
+    ) -> None:
+        """Start on a version, whose capture began at ``began``. The one before must be done (see :meth:`wait`).
+
+        ``afterwards`` is called with the images once they have arrived, on the shipper's thread, before the version
+        counts as complete.
+        """
         with self._changed:
             assert self._job is None, "a version was captured while the one before it was still being shipped"
-            self._job = _Job(images, keep, transport, began)
+            self._job = _Job(images, keep, transport, began, afterwards)
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
@@ -115,6 +127,8 @@ class Shipper:
             told = _Told(self._on_error, job.transport.epoch)
             try:
                 version = self._do(job, told)
+                if job.afterwards is not None:
+                    job.afterwards(job.images)
             except Exception as error:
                 self._finish(None)
                 told(error)

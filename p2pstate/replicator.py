@@ -5,9 +5,11 @@ In: live training objects. Out: a loop whose steps survive the loss of processes
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from p2pstate.groups.status import STATUS
 from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.meter import METER
 from p2pstate.protection import Protection
-from p2pstate.settings import Settings, agree
+from p2pstate.resume import Disk
+from p2pstate.settings import CheckpointPolicy, Settings, agree
 from p2pstate.state import TrainingState
 from p2pstate.stats import ProtectionStats
 from p2pstate.steps import Loop
@@ -50,6 +53,13 @@ class Replicator:
         max_overhead: the fraction of a step that a rank waits for the previous version to arrive before all ranks
             skip the next capture together.
         recovery_timeout_s: how long a rank waits for the others in each phase of a recovery.
+        checkpoint: a directory on storage that all nodes share. Protected versions are written there in PyTorch's
+            distributed checkpoint format, by a process of their own, and a run that is started again (or has lost every
+            copy of something) resumes from the newest good one. None: memory only.
+        checkpoint_every: how often, in steps (an int) or as a time (a timedelta; 15 minutes by default). The end of
+            training is always written.
+        checkpoint_keep: how many complete checkpoints stay; the last good one is never deleted before the next is.
+        checkpoint_timeout_s: how long the end of the loop waits for the last one.
 
     Raises:
         ConfigError: the process was not started by p2pstate, its process groups are not p2pstate's, or other ranks
@@ -67,6 +77,10 @@ class Replicator:
         every: int = 1,
         max_overhead: float = 0.02,
         recovery_timeout_s: float = 300.0,
+        checkpoint: str | os.PathLike[str] | None = None,
+        checkpoint_every: int | timedelta = timedelta(minutes=15),
+        checkpoint_keep: int = 2,
+        checkpoint_timeout_s: float = 600.0,
     ) -> None:
         context = current()
         if context.rerunning:
@@ -74,7 +88,8 @@ class Replicator:
                 "a Replicator inside a restartable function: use it without p2pstate.restartable, it goes on in place"
             )
         group = _default_group()
-        settings = Settings(every=every, max_overhead=max_overhead, copies=copies)
+        policy = None if checkpoint is None else _policy(checkpoint, checkpoint_every, checkpoint_keep)
+        settings = Settings(every=every, max_overhead=max_overhead, copies=copies, checkpoint=policy)
         models = [c for c in components if isinstance(c, torch.nn.Module)]
         optimizers = [c for c in components if isinstance(c, torch.optim.Optimizer)]
         objects: dict[str, Any] = {}
@@ -111,6 +126,8 @@ class Replicator:
             protection,
             recovery_timeout_s=recovery_timeout_s,
             vote_timeout_s=group.timeout.total_seconds(),
+            save_timeout_s=checkpoint_timeout_s,
+            disk=Disk(policy.path, context.link, context.rank, recovery_timeout_s) if policy is not None else None,
         )
         for component in components:
             if isinstance(component, torch.amp.GradScaler):
@@ -188,6 +205,12 @@ def _default_group() -> P2PGroup:
             "p2pstate.init_process_group() instead of a group object of your own"
         )
     return group
+
+
+def _policy(path: str | os.PathLike[str], every: int | timedelta, keep: int) -> CheckpointPolicy:
+    if isinstance(every, timedelta):
+        return CheckpointPolicy(os.path.abspath(path), None, every.total_seconds(), keep)
+    return CheckpointPolicy(os.path.abspath(path), every, None, keep)
 
 
 def _check_stateful(component: Any, what: str) -> None:

@@ -17,6 +17,7 @@ from p2pstate.observe.meter import METER
 from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
 from p2pstate.recover import ROUND_FAILED, Joined, LostError, MustStartOver, Phases, join
+from p2pstate.resume import Disk
 from p2pstate.state import TrainingState
 from p2pstate.trace import JOIN
 from p2pstate.types import RoundInfo, Start
@@ -30,13 +31,20 @@ class Rounds:
     """``epoch``: the newest round that this process joined or tried to join; 0 before the first."""
 
     def __init__(
-        self, context: WorkerContext, state: TrainingState, protection: Protection, recovery_timeout_s: float
+        self,
+        context: WorkerContext,
+        state: TrainingState,
+        protection: Protection,
+        recovery_timeout_s: float,
+        disk: Disk | None,
     ) -> None:
         self._context = context
         self._link = context.link
         self._state = state
         self._protection = protection
         self._recovery_timeout_s = recovery_timeout_s
+        self._disk = disk
+        self._starts_from_disk = False
         self.epoch = 0
 
     def connect(self) -> None:
@@ -47,6 +55,21 @@ class Rounds:
             REGISTRY.attach(REGISTRY.build(self.epoch, own_only=True))
         except ROUND_FAILED as error:
             STATUS.fail(error)
+
+    def find_checkpoint(self) -> bool:
+        """In the first round of a start from scratch, with everybody else: is there a checkpoint to resume from?"""
+        info = self._context.info
+        if self._disk is None or STATUS.error is not None:
+            return False
+        assert info is not None
+        assert REGISTRY.make_store is not None
+        try:
+            resolved = self._disk.resolve(REGISTRY.make_store(self.epoch), info, "the run was started")
+        except ROUND_FAILED as error:
+            STATUS.fail(error)
+            return False
+        self._starts_from_disk = resolved.choice is not None
+        return self._starts_from_disk
 
     def recover(self, report: RankReport, failed_step: int) -> Joined:
         """Join the next round that can be joined, whatever it takes; returns with the state of its version."""
@@ -79,7 +102,7 @@ class Rounds:
         return joined
 
     def _join_some_round(self, report: RankReport, phases: Phases) -> Joined:
-        if report.newcomer and self._context.restore and STATUS.error is None:
+        if report.newcomer and (self._context.restore or self._starts_from_disk) and STATUS.error is None:
             # Everybody started this round connected: join it over the connections there are.
             info = self._link.wait_round(self.epoch - 1)
             joined = self._try_to_join(info, report, phases, connected=True)
@@ -105,7 +128,9 @@ class Rounds:
         try:
             row = STATUS.trace.row(JOIN)
             settings, limit_s = self._protection.settings, self._recovery_timeout_s
-            joined = join(info, link, REGISTRY, self._state, report, settings, phases, row, limit_s, connected)
+            joined = join(
+                info, link, REGISTRY, self._state, report, settings, phases, row, limit_s, connected, self._disk
+            )
         except MustStartOver as error:
             link.send("start_over", epoch=info.epoch, start=error.decision.start, reason=error.decision.reason)
         except LostError as error:

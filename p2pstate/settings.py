@@ -15,9 +15,30 @@ from torch._C._distributed_c10d import Store
 from p2pstate.errors import ConfigError
 from p2pstate.placement import MAX_COPIES
 
-__all__ = ["Settings", "agree"]
+__all__ = ["CheckpointPolicy", "Settings", "agree"]
 
 _KEY = "replicator/settings"
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointPolicy:
+    """``every_steps`` or ``every_s``: how often a version is written below ``path``; ``keep`` complete ones stay.
+
+    Raises ValueError for a value that has no meaning.
+    """
+
+    path: str
+    every_steps: int | None
+    every_s: float | None
+    keep: int
+
+    def __post_init__(self) -> None:
+        if self.keep < 1:
+            raise ValueError(f"checkpoint_keep={self.keep}: keep 1 or more")
+        if self.every_s is not None and self.every_s <= 0:
+            raise ValueError(f"checkpoint_every={self.every_s} s: give a time above 0")
+        if self.every_steps is not None and self.every_steps < 1:
+            raise ValueError(f"checkpoint_every={self.every_steps}: give 1 or more steps, or a timedelta")
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +48,7 @@ class Settings:
     every: int = 1
     max_overhead: float = 0.02
     copies: int = 1
+    checkpoint: CheckpointPolicy | None = None
 
     def __post_init__(self) -> None:
         if self.every < 1:

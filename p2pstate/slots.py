@@ -15,6 +15,7 @@ therefore gives a slot to a successor only after the predecessor was reaped.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import struct
@@ -29,6 +30,7 @@ __all__ = ["HEADER_BYTES", "Header", "Slot", "digest_of"]
 HEADER_BYTES = 4096
 _MAGIC = b"p2pslot1"
 _WRITING, _COMPLETE = 1, 2
+_MADV_POPULATE_WRITE = 23  # Linux 5.14
 # magic, state, number of shared sets, epoch, step, data bytes, tail bytes, digest, checksum of all before
 _FIELDS = struct.Struct("<8sIIqqqq16s")
 _CHECK = struct.Struct("<Q")
@@ -88,6 +90,11 @@ class Slot:
         """The region after the header (all of it, or its first ``num_bytes``), writable."""
         end = HEADER_BYTES + (self.capacity if num_bytes is None else num_bytes)
         return memoryview(self._map)[HEADER_BYTES:end]
+
+    def populate(self) -> None:
+        """Have the kernel give all memory of the slot now; where it cannot, the first write takes longer."""
+        with contextlib.suppress(OSError, ValueError):
+            self._map.madvise(_MADV_POPULATE_WRITE)
 
     def verify(self, header: Header) -> bool:
         """Whether the bytes still match the digest in the header."""

@@ -150,7 +150,9 @@ class Stepping:
 
     def ballot(self, step: int, boundary: bool, ended: bool, timeout_s: float | None = None) -> Ballot | None:
         """None: this rank has seen an error, the ranks do not agree on what they vote about, or time is up."""
-        ballot = Ballot(int(boundary), int(ended), step, -step, *self._protection.complete())
+        protection = self._protection
+        protected = protection.complete()
+        ballot = Ballot(int(boundary), int(ended), step, -step, *protected, protection.save_vote(step))
         result = vote(REGISTRY, STATUS, ballot, timeout_s)
         if result is not None and result.step != -result.neg_step:
             STATUS.fail(P2PStateError("ranks do not agree on the step: some have left the loop, others go on"))

@@ -35,6 +35,7 @@ from p2pstate.observe.meter import METER
 from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
 from p2pstate.rehearsal import Rehearsals
+from p2pstate.resume import Disk
 from p2pstate.rounds import Rounds
 from p2pstate.state import TrainingState
 from p2pstate.stepping import Stepping
@@ -62,15 +63,18 @@ class Loop:
         *,
         recovery_timeout_s: float,
         vote_timeout_s: float,
+        save_timeout_s: float,
+        disk: Disk | None,
     ) -> None:
         self._context = context
         self._link = context.link
         self._models = list(models)
         self._feed = Feed(data, position)
         self._stepping = Stepping(optimizers, protection, vote_timeout_s)
-        self._rounds = Rounds(context, state, protection, recovery_timeout_s)
+        self._rounds = Rounds(context, state, protection, recovery_timeout_s, disk)
         self.protection = protection
         self._recovery_timeout_s = recovery_timeout_s
+        self._save_timeout_s = save_timeout_s
         # Where this process is
         self.step = 0  # newest committed step
         self._must_join = not context.fresh or context.restore
@@ -243,6 +247,8 @@ class Loop:
             return
         with METER.inside("startup"):
             self._rounds.connect()
+            from_disk = not self._must_join and self._rounds.find_checkpoint()
+        self._must_join = self._must_join or from_disk
         if not self._must_join:
             self._link.send("in_loop")
             self.protection.begin()
@@ -254,7 +260,8 @@ class Loop:
         STATUS.trace.do(Doing.ENDING)
         self.protection.capture_if_due(self._rounds.epoch, self.step)
         self.protection.drain(self._recovery_timeout_s)
-        if self._stepping.ballot(END_OF_LOOP + self.step, boundary=False, ended=True, timeout_s=timeout_s) is None:
+        voted = self._stepping.ballot(END_OF_LOOP + self.step, boundary=False, ended=True, timeout_s=timeout_s)
+        if voted is None or not self._save_last(voted):
             return False
         self._ended_at = self._end_step = None
         self._context.in_loop = False
@@ -262,6 +269,21 @@ class Loop:
         METER.enter("shutdown")
         self._link.send("loop_done", step=self.step)
         return True
+
+    def _save_last(self, voted: Ballot) -> bool:
+        """The last state goes to disk, if there is a checkpoint path. False: a fault came first."""
+        epoch = self._rounds.epoch
+        problem = self.protection.save_last(epoch, self.step, voted, self._save_timeout_s)
+        if problem is None:  # training ended between two versions
+            self.protection.capture_if_due(epoch, self.step)
+            self.protection.drain(self._recovery_timeout_s)
+            again = self._stepping.ballot(END_OF_LOOP + self.step, boundary=False, ended=True)
+            if again is None:
+                return False
+            problem = self.protection.save_last(epoch, self.step, again, self._save_timeout_s)
+        if problem:
+            print(f"p2pstate: the last step, {self.step}, is not on disk: {problem}", file=sys.stderr)
+        return STATUS.error is None
 
     def _data_ended(self) -> bool:
         """This rank has no batch any more. If others have, all end at this step, after a round of its own."""

@@ -26,6 +26,7 @@ from p2pstate.agent.job import Job
 from p2pstate.agent.output import Writer
 from p2pstate.agent.requests import Requests
 from p2pstate.agent.rounds import assignment, decide_start, progress_of, ranks_of, round_info, same_size
+from p2pstate.agent.saves import Saves
 from p2pstate.agent.sentences import Sentences
 from p2pstate.agent.status import node_status
 from p2pstate.agent.supervisor import Failure, Phase, Supervisor, WorkerProcess, describe_status
@@ -77,6 +78,7 @@ class Agent:
         self._start_over = ""  # types.Start that a worker's plan asks for
         self._aborted_round = 0
         self._lineage: dict[int, list[int]] = {}
+        self._saves = Saves(self.node, self._supervisor, self._vault, self.events, config.name)
         self._requests = Requests(self.node, self._supervisor.tell, self._vault, self._lineage)
         self._done_places: dict[int, set[int]] = {}  # round -> places whose workers have all finished
         self._known_step = -1  # newest committed step that any member has told of
@@ -218,6 +220,8 @@ class Agent:
         elif kind in ("hang_ask", "hang_answer", "hung"):
             with suppress(ValueError):  # of another version of this program
                 self._watchdog.receive(sender, kind, body)
+        elif kind == "save":
+            self._saves.heard(sender, body)
 
     def answer(self, kind: str, body: Any) -> Any:
         """What an operator outside the run asks (p2prun status, p2prun stop)."""
@@ -315,6 +319,12 @@ class Agent:
         self._loop_reached = True
         self._lineage[epoch] = version
 
+    def _on_checkpoint(self, worker: WorkerProcess, path: str, keep: int) -> None:
+        self._saves.configure(path, keep)
+
+    def _on_save(self, worker: WorkerProcess, version: list[int], final: bool) -> None:
+        self._saves.ready(worker, version, final, self._my_ranks())
+
     def _on_loop_done(self, worker: WorkerProcess, step: int) -> None:
         worker.phase = Phase.DONE
 
@@ -364,6 +374,7 @@ class Agent:
         waited_s, self._waited_s = self._waited_s, 0.0
         self._info = round_info(view, start, self._config.run_id, self._job.num_workers)
         self._wants_round = self._start_over = ""
+        self._saves.round_begins(self._info)
         if previous is not None:
             self._abort(previous.epoch, view.reason, tell_others=False)
         self._some_finished = False

@@ -25,6 +25,11 @@ class Sentences:
                 f"SILENT CORRUPTION? rank {rank} and rank {fields['other']} do not hold the same bytes "
                 f"any more in {fields['part']}, first seen at step {fields['version'][1]}"
             )
+        if kind == "resolved":
+            found = "nothing can be resumed: training starts anew"
+            if fields["step"] is not None:
+                found = f"step {fields['step']} is resumed from {fields['path']}"
+            return ", ".join([f"{fields['reason']}: {found}", *(f"skipped {each}" for each in fields["skipped"])])
         if kind == "recovery":
             return (
                 f"rank {rank} resumed step {fields['version'][1]} from {fields['source']}"

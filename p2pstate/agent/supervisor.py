@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -74,6 +75,16 @@ class WorkerProcess:
     log: int | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Helper:
+    """A process of the node that never has a rank, with its line and what to call."""
+
+    channel: Channel
+    on_message: Callable[[Message], None]
+    on_end: Callable[[str], None]
+    pid: int | None = None
+
+
 class Listener(Protocol):
     def on_worker_ready(self, worker: WorkerProcess) -> None: ...
 
@@ -104,6 +115,7 @@ class Supervisor:
         self._next_id = 1
         self._wanted = 0
         self.workers: dict[int, WorkerProcess] = {}
+        self._helpers: dict[int, Helper] = {}  # by the number of their spawn message
 
     # -- what the agent asks for
 
@@ -191,11 +203,67 @@ class Supervisor:
                 self._template.send(message)
                 self._flush_later(self._template)
 
+    def start_helper(
+        self, entry: str, on_message: Callable[[Message], None], on_end: Callable[[str], None]
+    ) -> Helper | None:
+        """Start another process of this node. None: none can be started at the moment. ``on_end`` is called once."""
+        if not self._template_ready:
+            return None
+        ours, theirs = Channel.pair()
+        number, self._next_id = self._next_id, self._next_id + 1
+        spawned = self._spawn(number, entry, (theirs.fileno(), 2, 2))
+        theirs.close()
+        if not spawned:
+            ours.close()
+            return None
+        helper = self._helpers[number] = Helper(ours, on_message, on_end)
+        self._node.add_reader(ours.fileno(), lambda: self._read_helper(number))
+        return helper
+
+    def tell_helper(self, helper: Helper, message: Message, fds: tuple[int, ...] = ()) -> None:
+        """Send; one that does not take its messages any more is killed."""
+        try:
+            helper.channel.send(message, fds)
+        except ChannelClosed:
+            self.kill_helper(helper)
+        else:
+            self._flush_later(helper.channel)
+
+    def kill_helper(self, helper: Helper) -> None:
+        """SIGKILL. Its ``on_end`` is not called any more, whenever it ends."""
+        number = next((number for number, each in self._helpers.items() if each is helper), None)
+        if number is not None:
+            self._forget_helper(number)
+        if self._template is not None and helper.pid is not None:
+            with contextlib.suppress(ChannelClosed):
+                self._template.send({"t": "kill", "pid": helper.pid})
+                self._flush_later(self._template)
+
+    def _read_helper(self, number: int) -> None:
+        helper = self._helpers[number]
+        try:
+            messages = helper.channel.receive()
+            helper.channel.flush()
+        except ChannelClosed:
+            self._node.remove_reader(helper.channel.fileno())
+            helper.channel.close()
+            return
+        for message, _ in messages:
+            helper.on_message(message)
+
+    def _forget_helper(self, number: int) -> None:
+        helper = self._helpers.pop(number)
+        if not helper.channel.closed:
+            self._node.remove_reader(helper.channel.fileno())
+            helper.channel.close()
+
     def close(self) -> None:
         """End every process of this node. Bounded: SIGKILL, then the template's end."""
         self._wanted = 0
         for worker in list(self.workers.values()):
             self.kill(worker)
+        for helper in list(self._helpers.values()):
+            self.kill_helper(helper)
         if self._template is not None:
             self._node.remove_reader(self._template.fileno())
             self._template.close()
@@ -227,16 +295,22 @@ class Supervisor:
             number = self._next_id
             self._next_id += 1
             self._waiting[number] = (ours, {out_read: bytearray(), err_read: bytearray()})
-            environ = {name: value for name, value in os.environ.items() if name != "P2PSTATE_KEY"}
-            message = {"t": "spawn", "id": number, "environ": environ, "cwd": os.getcwd()}
-            try:
-                self._template.send(message, (theirs.fileno(), out_write, err_write))
-                self._flush_later(self._template)
-            except ChannelClosed:
-                return  # its reader notices that the template has ended
+            if not self._spawn(number, "worker", (theirs.fileno(), out_write, err_write)):
+                return
             theirs.close()
             os.close(out_write)
             os.close(err_write)
+
+    def _spawn(self, number: int, entry: str, fds: tuple[int, int, int]) -> bool:
+        assert self._template is not None
+        environ = {name: value for name, value in os.environ.items() if name != "P2PSTATE_KEY"}
+        message = {"t": "spawn", "id": number, "entry": entry, "environ": environ, "cwd": os.getcwd()}
+        try:
+            self._template.send(message, fds)
+            self._flush_later(self._template)
+        except ChannelClosed:
+            return False  # its reader notices that the template has ended
+        return True
 
     def _read_template(self) -> None:
         assert self._template is not None
@@ -254,6 +328,11 @@ class Supervisor:
         if message["t"] == "template_ready":
             self._template_ready = True
             self._fork_missing()
+        elif message["t"] == "spawned" and message["id"] not in self._waiting:
+            if (helper := self._helpers.get(message["id"])) is not None:
+                helper.pid = message["pid"]
+            elif self._template is not None:  # not wanted any more
+                self._template.send({"t": "kill", "pid": message["pid"]})
         elif message["t"] == "spawned":
             channel, outputs = self._waiting.pop(message["id"])
             worker = WorkerProcess(message["pid"], channel, outputs=outputs)
@@ -266,6 +345,10 @@ class Supervisor:
             ended = self.workers.get(message["pid"])
             if ended is not None:
                 self._ended(ended, message["status"])
+            for number, helper in list(self._helpers.items()):
+                if helper.pid == message["pid"]:
+                    self._forget_helper(number)
+                    helper.on_end(describe_status(message["status"]))
 
     # -- the workers
 

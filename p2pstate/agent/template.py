@@ -1,8 +1,8 @@
 """The process that a node's workers are forked from: torch imported once, a worker in milliseconds.
 
-In: ``spawn`` messages with the worker's channel and output descriptors. Out: ``spawned`` (pid) and ``exited`` (pid,
-wait status) messages. The template never starts a thread and never touches a device, so forking it is safe; workers
-and the agent's other children are never its business.
+In: ``spawn`` messages (``entry``: worker or writer) with the process's channel and output descriptors. Out: ``spawned``
+(pid) and ``exited`` (pid, wait status) messages. The template never starts a thread and never touches a device, so
+forking it is safe; workers and the agent's other children are never its business.
 
 Fate: the template ends when its agent does (parent-death signal, and end of file on its channel), and its workers end
 with the template (parent-death signal). Each worker leads a session of its own, which is killed as a whole when it
@@ -65,6 +65,7 @@ def preload() -> None:
     import torch.nn.parallel
     import torch.utils.data  # noqa: F401
 
+    import p2pstate.durable.writer
     import p2pstate.worker.main  # noqa: F401
 
 
@@ -138,9 +139,12 @@ class Template:
             os.environ.clear()
             os.environ.update(message["environ"])
             os.chdir(message["cwd"])
-            from p2pstate.worker.main import worker_main
+            if message["entry"] == "writer":
+                from p2pstate.durable.writer import writer_main as main
+            else:
+                from p2pstate.worker.main import worker_main as main
 
-            code = worker_main(socket.socket(fileno=sock_fd))
+            code = main(socket.socket(fileno=sock_fd))
         except BaseException:
             import traceback
 

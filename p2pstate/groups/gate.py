@@ -35,6 +35,7 @@ class Ballot:
     ``step``: the step being voted on; ``neg_step`` its negative, so that the minimum shows disagreement.
     ``protected_epoch``, ``protected_step``: newest version of which all that this rank writes is complete: its own
     slots and the copies it keeps for its wards. The smallest over all ranks is complete in both places everywhere.
+    ``save``: whether a version should go to disk (see saving.py).
     """
 
     boundary: int
@@ -43,6 +44,7 @@ class Ballot:
     neg_step: int
     protected_epoch: int
     protected_step: int
+    save: int = 2
 
 
 def vote(registry: Registry, status: Status, ballot: Ballot, timeout_s: float | None = None) -> Ballot | None:

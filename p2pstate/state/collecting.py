@@ -27,8 +27,9 @@ class Collector:
         self.leaves: list[Leaf] = []
 
     def add(self, name: str, tensor: torch.Tensor, holders: Holders) -> None:
-        for part, plain in plain_parts(name, tensor):
-            self.leaves.append(Leaf(part, plain, holders))
+        parts = plain_parts(name, tensor)
+        whole = tensor if isinstance(tensor, DTensor) and parts[0][0] == name else None
+        self.leaves += [Leaf(part, plain, holders, whole) for part, plain in parts]
 
     def tree(self, value: Any, path: Path, parameter: torch.Tensor | None = None, holders: Holders = ()) -> Any:
         """``value`` lowered; its tensors become leaves named by their paths.

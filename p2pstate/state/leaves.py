@@ -40,6 +40,7 @@ class Leaf:
     name: str
     tensor: torch.Tensor
     holders: Holders
+    whole: DTensor | None = None  # the distributed tensor that this is the local part of
 
 
 def is_plain(tensor: torch.Tensor) -> bool:

@@ -117,6 +117,17 @@ class ModelNames:
                     seen.add(id(buffer))
                     yield place.buffer(key), buffer, own
 
+    def tied(self) -> dict[str, str]:
+        """Further names of tensors that :meth:`tensors` gives under their first one: further name -> first name."""
+        first: dict[int, str] = {}
+        further: dict[str, str] = {}
+        for place in self._current_places():
+            for key, tensor in (*place.module._parameters.items(), *place.module._buffers.items()):
+                name = place.prefix + key
+                if tensor is not None and first.setdefault(id(tensor), name) != name:
+                    further[name] = first[id(tensor)]
+        return further
+
     def extra_state_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) of every module with ``get_extra_state``."""
         for place in self._current_places():

@@ -41,6 +41,7 @@ class Collected:
 
     leaves: list[Leaf]  # sorted by name
     values: bytes  # MessagePack of all plain values; only this rank's
+    tied: Mapping[str, str]  # further names of tensors in models -> the names of their leaves
 
 
 class TrainingState:
@@ -79,6 +80,7 @@ class TrainingState:
         )
         self._names: list[str] = []
         self._order: list[int] = []
+        self._tied: dict[str, str] = {}
         self.collect()
 
     def collect(self) -> Collected:
@@ -120,7 +122,7 @@ class TrainingState:
                 "rng": streams,
             }
         )
-        return Collected(self._sorted(collector.leaves), values)
+        return Collected(self._sorted(collector.leaves), values, self._tied)
 
     def restore(self, tensors: Mapping[str, torch.Tensor], values: bytes) -> None:
         """Puts every live object into the captured state, in place.
@@ -140,6 +142,7 @@ class TrainingState:
                 if names[before] == names[after]:
                     raise LeafError(names[after], "is the name of two different leaves", "rename one of them")
             self._names, self._order = names, order
+            self._tied = {further: name for model in self._live.models for further, name in model.tied().items()}
         return [leaves[index] for index in self._order]
 
 

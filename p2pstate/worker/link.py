@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from p2pstate.errors import EXIT_REPLACE, Retryable
-from p2pstate.types import Part, RoundInfo, SlotRecord
+from p2pstate.types import Part, RoundInfo, SlotRecord, Version
 from rendezvous.channel import Channel, ChannelClosed
 from rendezvous.types import StoreReply
 
@@ -58,6 +58,7 @@ class Link:
         self._abort_reason = ""
         self.waited_s = 0.0  # how long the agents waited for a node before the newest round
         self.on_abort: Callable[[int, str], None] = lambda epoch, reason: None
+        self.on_saved: Callable[[Version, str, str], None] = lambda version, error, name: None
         self._thread = threading.Thread(target=self._read, name="p2pstate-link", daemon=True)
         self._thread.start()
 
@@ -181,6 +182,8 @@ class Link:
                 return
             pending.reply, pending.fds = message, fds
             pending.done.set()
+        elif kind == "saved":
+            self.on_saved(Version(*message["version"]), message["error"], message["name"])
         elif kind == "abort":
             self._abort(message["epoch"], message["reason"])
         elif kind == "round":

@@ -93,7 +93,7 @@ class Rank:
                     agent.send({"t": "reply", "id": message["id"]}, (fd,))
 
     def capture(self, step: int, keep: Version | None) -> None:
-        collected = Collected([Leaf("model.weight", self.tensor, (self.rank,))], f"step {step}".encode())
+        collected = Collected([Leaf("model.weight", self.tensor, (self.rank,))], f"step {step}".encode(), {})
         images = self.capturer.capture(collected, Version(1, step), keep)
         self.shipper.ship(images, keep, self.transport, time.monotonic())
 

@@ -1,0 +1,307 @@
+"""Saves to disk, as the node's agent runs them: sessions, messages, and the process that writes.
+
+In: what workers say (where checkpoints go, which version may be written), messages of other agents, the vault's
+records. Out: orders to the writer process, events, the word to the workers that a save is over.
+
+Invariants: this file never touches storage; one session at a time; a session that fails costs its checkpoint and
+nothing else; a writer that is still busy when its session ends is killed, and the next session gets a new one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from p2pstate.agent.events import EventLog
+from p2pstate.agent.supervisor import Helper, Supervisor, WorkerProcess
+from p2pstate.durable.session import REPEAT_S, Action, Begin, End, Publish, Session, State, Tell, Write
+from p2pstate.types import RoundInfo, Version
+from p2pstate.vault import Vault
+from rendezvous.channel import Message
+from rendezvous.node import Node
+from rendezvous.types import MemberKey
+
+__all__ = ["Saves"]
+
+SAVE_LIMIT_S = 1800.0  # storage that takes longer for one version has failed
+MAX_EARLY = 256
+KIND = "save"
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """Where checkpoints go: an absolute path."""
+
+    path: str
+    keep: int
+
+
+@dataclass(slots=True)
+class _Order:
+    """What the writer is doing."""
+
+    serial: int
+    reply: Callable[[Message], None]
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """Ranks of this node that have said that a version may be written."""
+
+    version: Version
+    ranks: set[int] = field(default_factory=set)
+
+
+class Saves:
+    """Everything on the node's thread."""
+
+    def __init__(self, node: Node, supervisor: Supervisor, vault: Vault, events: EventLog, name: str) -> None:
+        self._node, self._supervisor, self._vault, self._events, self._name = node, supervisor, vault, events, name
+        self._target: _Target | None = None
+        self._info: RoundInfo | None = None
+        self._session: Session | None = None
+        self._reason = ""
+        self._ready: _Waiting | None = None
+        self._early: list[tuple[str, Mapping[str, Any]]] = []  # messages of a session that has not begun here
+        self._writer: Helper | None = None
+        self._order: _Order | None = None
+        self._serial = 0
+        self._began = 0.0
+        self._num_failed = 0
+        self._told: Version | None = None  # the newest save whose end was reported here
+
+    # -- what happens around
+
+    def round_begins(self, info: RoundInfo) -> None:
+        """Whatever was under way belongs to a round that is over: its slots are no longer set aside."""
+        self._ready = None
+        self._fail(f"the round ended: {info.reason}")
+        self._info = info
+
+    def configure(self, path: str, keep: int) -> None:
+        """A worker says where checkpoints go."""
+        self._target = _Target(path, keep)
+        self._start_writer()
+
+    def ready(self, worker: WorkerProcess, version: list[int], final: bool, ranks: Iterable[int]) -> None:
+        """A worker says that ``version`` is protected and its slots are set aside; ``ranks``: all of this node."""
+        found = Version(*version)
+        if worker.rank is None or self._info is None or found.epoch != self._info.epoch:
+            return
+        if self._ready is None or self._ready.version != found:
+            self._ready = _Waiting(found)
+        self._ready.ranks.add(worker.rank)
+        if self._ready.ranks >= set(ranks):
+            self._ready = None
+            self._start(found, "the end of training" if final else "due")
+
+    def heard(self, sender: MemberKey, body: Any) -> None:
+        """A message of another agent about a save."""
+        record = self._node.members().get(sender)
+        if record is None or not isinstance(body, dict):
+            return
+        try:
+            version = Version(*body["version"])
+            if self._session is not None and self._session.version == version:
+                self._do(self._session.heard(record.member.name, body))
+            elif body["op"] in ("ended", "failed"):
+                self._report(version, str(body.get("error", "")), str(body.get("name", "")), 0)
+            else:
+                self._early = [*self._early, (record.member.name, body)][-MAX_EARLY:]
+        except (KeyError, TypeError, ValueError) as error:
+            self._events.emit("bad_message", "", member=record.member.name, error=str(error))
+
+    # -- one session
+
+    def _start(self, version: Version, reason: str) -> None:
+        assert self._info is not None
+        home = {worker.rank: worker.node for worker in self._info.workers}
+        places = {node: place for place, node in enumerate(dict.fromkeys(home.values()))}
+        self._fail("the next one is due")
+        self._reason, self._began = reason, time.monotonic()
+        records = [record for record in self._vault.records() if record.version == version]
+        lead = next(iter(places))
+        session = self._session = Session(
+            version, lead, self._name, home, places, records, time.monotonic() + SAVE_LIMIT_S
+        )
+        self._do(session.start())
+        early, self._early = self._early, []
+        for sender, body in early:
+            if self._session is session and Version(*body["version"]) == version:
+                self._do(session.heard(sender, body))
+        self._node.call_later(REPEAT_S, lambda: self._repeat(session))
+
+    def _repeat(self, session: Session) -> None:
+        if self._session is session and session.state is not State.ENDED:
+            self._do(session.repeat(time.monotonic()))
+            self._node.call_later(REPEAT_S, lambda: self._repeat(session))
+
+    def _fail(self, error: str) -> None:
+        if self._session is not None:
+            self._do(self._session.failed(error))
+
+    def _do(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case Tell():
+                    self._tell(action)
+                case Begin():
+                    assert self._session is not None
+                    self._command("begin", lambda reply: self._session_of(reply).begun(reply["name"]), step=self._step)
+                case Write():
+                    self._write(action)
+                case Publish():
+                    self._publish(action)
+                case End():
+                    self._ended(action)
+
+    def _tell(self, action: Tell) -> None:
+        if not action.to:
+            self._node.broadcast(KIND, action.body)
+            return
+        for key, record in list(self._node.members().items()):
+            if record.live and record.member.name == action.to:
+                self._node.send(key, KIND, action.body)
+
+    def _ended(self, action: End) -> None:
+        session = self._session
+        assert session is not None
+        if self._order is not None and self._writer is not None:
+            self._supervisor.kill_helper(self._writer)  # busy with something that nobody wants any more
+            self._writer = self._order = None
+        self._report(session.version, action.error, action.name, action.num_bytes)
+        message = {"t": "saved", "version": list(session.version), "error": action.error, "name": action.name}
+        for worker in self._supervisor.assigned():
+            self._supervisor.tell(worker, message)
+        self._start_writer()
+
+    def _report(self, version: Version, error: str, name: str, num_bytes: int) -> None:
+        """Once per save, on every member: those without ranks hear of it as well."""
+        if version == self._told:
+            return
+        self._told = version
+        leads = self._session is not None and self._session.leads and self._session.version == version
+        if error:
+            self._num_failed += 1
+            sentence = f"step {version.step} was not written to disk: {error}; training goes on, the next save is tried"
+            self._events.emit(
+                "save_failed",
+                sentence,
+                step=version.step,
+                epoch=version.epoch,
+                error=error,
+                num_failed=self._num_failed,
+            )
+            return
+        seconds = time.monotonic() - self._began
+        sentence = f"step {version.step} is on disk ({name}, {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s)"
+        self._events.emit(
+            "saved",
+            sentence if leads else "",
+            step=version.step,
+            epoch=version.epoch,
+            name=name,
+            bytes=num_bytes,
+            seconds=seconds,
+            reason=self._reason,
+        )
+
+    # -- the writer
+
+    @property
+    def _step(self) -> int:
+        return self._session.version.step if self._session is not None else -1
+
+    def _session_of(self, reply: Message) -> Session:
+        assert self._session is not None
+        return self._session
+
+    def _write(self, action: Write) -> None:
+        session = self._session
+        assert session is not None
+        if not self._start_writer():
+            return
+        assert self._writer is not None
+        for slot in sorted({share.slot for share in action.shares}):
+            fd = self._vault.open(slot)
+            if fd is None:
+                self._fail(f"slot {slot} is not in the vault of {self._name} any more")
+                return
+            self._supervisor.tell_helper(self._writer, {"t": "slot", "slot": slot}, (fd,))
+        self._command(
+            "write",
+            lambda reply: session.written(reply["digest"]),
+            name=action.name,
+            place=session.places[self._name],
+            node=self._name,
+            version=list(session.version),
+            shares=[share.pack() for share in action.shares],
+        )
+
+    def _publish(self, action: Publish) -> None:
+        session, info, target = self._session, self._info, self._target
+        assert session is not None
+        assert info is not None
+        assert target is not None
+
+        def published(reply: Message) -> list[Action]:
+            if reply["problem"]:
+                self._events.emit("retention_failed", reply["problem"], problem=reply["problem"])
+            return session.published(reply["num_bytes"])
+
+        self._command(
+            "publish",
+            published,
+            name=action.name,
+            digests=[[place, digest] for place, digest in sorted(action.digests.items())],
+            run=[info.run_id, info.nonce],
+            version=list(session.version),
+            world_size=len(session.home),
+            reason=self._reason,
+            keep=target.keep,
+        )
+
+    def _command(self, kind: str, then: Callable[[Message], list[Action]], **fields: Any) -> None:
+        """Give the writer an order; ``then`` turns its reply into actions."""
+        session = self._session
+        if self._target is None:
+            self._fail("no worker has said where checkpoints go")
+            return
+        if not self._start_writer():
+            return
+        assert self._writer is not None
+        self._serial += 1
+
+        def reply(message: Message) -> None:
+            if self._session is not session or session is None:
+                return
+            self._do(session.failed(message["error"]) if message["error"] else then(message))
+
+        self._order = _Order(self._serial, reply)
+        message = {"t": kind, "serial": self._serial, "root": self._target.path, **fields}
+        self._supervisor.tell_helper(self._writer, message)
+
+    def _start_writer(self) -> bool:
+        """Have a writer; False: none can be started now, and the session that needs it has failed."""
+        if self._writer is None:
+            self._writer = self._supervisor.start_helper("writer", self._heard_writer, self._writer_ended)
+            if self._writer is None:
+                self._fail("no process to write it can be started on this node at the moment")
+        return self._writer is not None
+
+    def _heard_writer(self, message: Message) -> None:
+        if message["t"] == "writer_ready":
+            self._events.emit("writer_started", pid=message["pid"])
+            return
+        order = self._order
+        if order is not None and message["serial"] == order.serial:
+            self._order = None
+            order.reply(message)
+
+    def _writer_ended(self, cause: str) -> None:
+        self._writer = self._order = None
+        self._fail(f"the process that writes on {self._name} ended: {cause}")
+        if self._target is not None:
+            self._start_writer()

@@ -1,0 +1,1 @@
+"""The durable tier: versions on disk, behind the memory."""

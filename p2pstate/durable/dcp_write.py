@@ -1,0 +1,364 @@
+"""Slots -> files of PyTorch's distributed checkpoint format (DCP), by DCP's own writer.
+
+In: the slots that one node writes of a version. Out: ``.distcp`` files, synced, and the table that says what is in
+them; from the tables of all nodes the checkpoint's manifest and, last of all, its ``.metadata``.
+
+Invariants: a slot's bytes match their digest before they are written, and the slot still holds the same version and the
+same bytes afterwards; files are read back for their digests; without ``.metadata`` there is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+
+from p2pstate.capture import open_image
+from p2pstate.durable.division import Share
+from p2pstate.durable.files import digest_of_file, publish, sync_directory
+from p2pstate.durable.keys import Path as KeyPath
+from p2pstate.durable.keys import group_path, key_of, path_of, rank_path, values_path, without_rank
+from p2pstate.durable.manifest import MANIFEST, METADATA, Item, Manifest, PartTable, Row, part_table_name
+from p2pstate.redundancy import divide
+from p2pstate.slots import Slot
+from p2pstate.state.codec import TensorRef, decode, torch_dtype
+from p2pstate.types import Version
+
+__all__ = ["SaveFailed", "publish_checkpoint", "write_shares"]
+
+MAX_THREADS = 4
+_STAGING = ".publishing"
+
+
+class SaveFailed(Exception):
+    """This save cannot become a checkpoint; the next one may."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """What goes into one item: a tensor's part, or a plain value."""
+
+    path: KeyPath
+    tensor: torch.Tensor | None
+    value: Any
+    size: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @property
+    def index(self) -> MetadataIndex:
+        return MetadataIndex(key_of(self.path), None if self.tensor is None else self.offsets)
+
+    def write_item(self) -> WriteItem:
+        if self.tensor is None:
+            return WriteItem(self.index, WriteItemType.BYTE_IO)
+        chunk = ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
+        data = TensorWriteData(chunk, TensorProperties(self.tensor.dtype), torch.Size(self.size))
+        return WriteItem(self.index, WriteItemType.SHARD, tensor_data=data)
+
+
+class _Planner(SavePlanner):
+    """Gives DCP's writer the bytes of each item."""
+
+    def __init__(self, pieces: Sequence[_Piece]) -> None:
+        self._pieces = {piece.index: piece for piece in pieces}
+        self.plan = SavePlan([piece.write_item() for piece in pieces])
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        raise AssertionError("this planner is given its pieces")
+
+    def create_local_plan(self) -> SavePlan:
+        return self.plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        raise AssertionError("each node plans for itself")
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        piece = self._pieces[write_item.index]
+        if piece.tensor is not None:
+            return piece.tensor
+        stream = io.BytesIO()
+        torch.save(piece.value, stream)
+        return stream
+
+
+def write_shares(
+    directory: Path, place: int, node: str, version: Version, shares: Sequence[tuple[Share, Slot]]
+) -> tuple[str, int]:
+    """Write one node's shares of ``version``; returns (digest of its table's file, bytes written).
+
+    Raises SaveFailed when a slot holds something else or damaged bytes, OSError when storage fails.
+    """
+    found = _found(version, shares)
+    pieces = found.pieces
+    items: list[Item] = []
+    if pieces:
+        writer = FileSystemWriter(directory, thread_count=max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
+        writer.set_up_storage_writer(is_coordinator=False)
+        planner = _Planner(pieces)
+        plan = writer.prepare_global_plan([SavePlan([])] * place + [planner.plan])[place]
+        by_index = {piece.index: piece for piece in pieces}
+        for result in writer.write_data(plan, planner).wait():
+            items.append(_item(by_index[result.index], result.storage_data))
+        if len(items) != len(pieces):
+            raise SaveFailed(f"only {len(items)} of {len(pieces)} items were written to {directory}")
+    for _, slot in shares:
+        _check(slot, version, "was written over while it was being saved")
+    files = {name: digest_of_file(directory / name) for name in sorted({item.file for item in items})}
+    for name, (size, _) in files.items():
+        expected = max(item.position + item.num_bytes for item in items if item.file == name)
+        if size != expected:
+            raise SaveFailed(f"{directory / name} has {size} bytes on storage, {expected} were written")
+    table = directory / part_table_name(place)
+    publish(table, PartTable(node, files, tuple(items), found.own, found.shared, found.tied).pack())
+    return digest_of_file(table)[1], sum(size for size, _ in files.values())
+
+
+@dataclass(slots=True)
+class _Found:
+    """What this node's slots hold and what of it this node writes; see manifest.PartTable."""
+
+    pieces: list[_Piece] = field(default_factory=list)
+    own: dict[int, tuple[Row, ...]] = field(default_factory=dict)
+    shared: dict[tuple[int, ...], tuple[Row, ...]] = field(default_factory=dict)
+    tied: dict[str, str] = field(default_factory=dict)
+
+
+def _found(version: Version, shares: Sequence[tuple[Share, Slot]]) -> _Found:
+    found = _Found()
+    sets: dict[tuple[int, ...], list[_Leaf]] = {}
+    writers: dict[tuple[int, ...], Share] = {}
+    for share, slot in shares:
+        leaves, tail = _leaves(slot, version)
+        found.tied |= tail["tied"]
+        if share.part.kind != "own":
+            sets.setdefault(share.part.members, []).extend(leaves)
+            writers[share.part.members] = share
+            continue
+        (rank,) = share.part.members
+        found.own[rank] = tuple(leaf.row(rank) for leaf in leaves)
+        found.pieces += [leaf.piece(rank) for leaf in leaves if leaf.holders[:1] in ((), (rank,)) and not leaf.empty]
+        found.pieces.append(_values_piece(rank, tail["values"]))
+        if rank == 0:
+            found.pieces += _group_pieces(tail["values"])
+    for members, leaves in sets.items():
+        found.shared[members] = tuple(leaf.row(None) for leaf in leaves)
+        share = writers[members]
+        mine = set(divide([(leaf.name, leaf.tensor.nbytes) for leaf in leaves], share.num_writers)[share.writer])
+        found.pieces += [leaf.piece(None) for leaf in leaves if leaf.name in mine and not leaf.empty]
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Leaf:
+    """``holders``: the ranks that hold the same; none when only its own rank has it."""
+
+    name: str
+    tensor: torch.Tensor
+    size: tuple[int, ...]
+    offsets: tuple[int, ...]
+    holders: tuple[int, ...]
+
+    @property
+    def empty(self) -> bool:
+        """A part without elements of a tensor that has some."""
+        return self.tensor.numel() == 0 and 0 not in self.size
+
+    def path(self, rank: int | None) -> KeyPath:
+        path = path_of(self.name)
+        return path if self.holders else rank_path(rank or 0, path)
+
+    def row(self, rank: int | None) -> Row:
+        dtype = str(self.tensor.dtype).removeprefix("torch.")
+        return Row(self.name, key_of(self.path(rank)), dtype, tuple(self.tensor.shape), self.offsets)
+
+    def piece(self, rank: int | None) -> _Piece:
+        return _Piece(self.path(rank), self.tensor, None, self.size, self.offsets)
+
+
+def _leaves(slot: Slot, version: Version) -> tuple[list[_Leaf], dict[str, Any]]:
+    header = _check(slot, version, "does not hold it")
+    body = slot.body(header.num_bytes)
+    layout, tail = open_image(torch.frombuffer(body, dtype=torch.uint8))
+    leaves = []
+    for entry in layout.entries:
+        size, offsets, holders = tail["chunks"].get(entry.name) or [entry.shape, [0] * len(entry.shape), []]
+        # A storage of its own: torch.save writes all of a view's storage.
+        region = body[entry.offset_bytes : entry.offset_bytes + entry.num_bytes]
+        flat = torch.frombuffer(region, dtype=torch.uint8) if entry.num_bytes else torch.empty(0, dtype=torch.uint8)
+        tensor = flat.view(entry.dtype).view(entry.shape)
+        leaves.append(_Leaf(entry.name, tensor, tuple(size), tuple(offsets), tuple(holders)))
+    return leaves, tail
+
+
+def _check(slot: Slot, version: Version, otherwise: str) -> Any:
+    header = slot.header()
+    if header is None or header.version != version:
+        raise SaveFailed(f"a slot of step {version.step} of round {version.epoch} {otherwise}")
+    if not slot.verify(header):
+        raise SaveFailed(f"a slot of step {version.step} of round {version.epoch} does not match its digest")
+    return header
+
+
+def _values_piece(rank: int, values: bytes) -> _Piece:
+    tensor = torch.frombuffer(bytearray(values), dtype=torch.uint8)
+    return _Piece(values_path(rank), tensor, None, tuple(tensor.shape), (0,))
+
+
+def _group_pieces(values: bytes) -> list[_Piece]:
+    """The optimizers' parameter groups as stock PyTorch saves them; settings that are tensors are leaves already."""
+    pieces = []
+    for optimizer, saved in decode(values)["optimizers"].items():
+        for index, group in enumerate(saved["groups"]):
+            settings = {name: value for name, value in group["values"].items() if not isinstance(value, TensorRef)}
+            settings["params"] = [name.removeprefix("model/").replace("/", ".", 1) for name in group["params"]]
+            pieces += [_Piece(group_path(optimizer, index, name), None, v, (), ()) for name, v in settings.items()]
+    return pieces
+
+
+def _item(piece: _Piece, stored: Any) -> Item:
+    shape = () if piece.tensor is None else tuple(piece.tensor.shape)
+    dtype = "" if piece.tensor is None else str(piece.tensor.dtype).removeprefix("torch.")
+    where = (stored.relative_path, stored.offset, stored.length)
+    return Item(piece.path, dtype, piece.size, piece.offsets, shape, *where)
+
+
+def publish_checkpoint(
+    directory: Path,
+    digests: Mapping[int, str],
+    run: tuple[str, str],
+    version: Version,
+    world_size: int,
+    created_at: float,
+    reason: str,
+) -> Manifest:
+    """All nodes have written; make their files a checkpoint. ``digests``: place -> digest of its table.
+
+    Raises SaveFailed when something that was written is not there, OSError when storage fails.
+    """
+    tables = [_table(directory, place, digest) for place, digest in sorted(digests.items())]
+    files = {name: what for table in tables for name, what in table.files.items()}
+    for name, (size, _) in files.items():
+        found = (directory / name).stat().st_size
+        if found != size:
+            raise SaveFailed(f"{directory / name} has {found} bytes, {size} were written")
+    own = {rank: rows for table in tables for rank, rows in table.own.items()}
+    if sorted(own) != list(range(world_size)):
+        raise SaveFailed(f"{len(own)} of {world_size} ranks' shards were written")
+    shared: dict[tuple[int, ...], dict[str, Row]] = {}
+    for table in tables:
+        for members, rows in table.shared.items():
+            shared.setdefault(members, {}).update({row.leaf: row for row in rows})
+    tied = {further: name for table in tables for further, name in table.tied.items()}
+    metadata, results = _metadata([item for table in tables for item in table.items], tied)
+    _check_covered(metadata)
+    staging = directory / _STAGING
+    staging.mkdir(exist_ok=True)
+    _MetadataWriter(staging, directory).finish(metadata, [results])
+    files[METADATA] = digest_of_file(staging / METADATA)
+    all_shared = {members: tuple(rows.values()) for members, rows in shared.items()}
+    manifest = Manifest(run, version, world_size, created_at, files, own, all_shared, reason)
+    publish(directory / MANIFEST, manifest.pack())
+    sync_directory(directory)
+    os.replace(staging / METADATA, directory / METADATA)  # from here on it is a checkpoint
+    sync_directory(directory)
+    sync_directory(directory.parent)
+    shutil.rmtree(staging, ignore_errors=True)
+    for place in digests:
+        (directory / part_table_name(place)).unlink(missing_ok=True)
+    return manifest
+
+
+class _MetadataWriter(FileSystemWriter):
+    """Writes ``.metadata`` to a place from which it is published in one step."""
+
+    def __init__(self, staging: Path, directory: Path) -> None:
+        super().__init__(staging)
+        self._directory = directory
+
+    def storage_meta(self) -> StorageMeta:
+        return StorageMeta(checkpoint_id=str(self._directory), save_id=self.save_id)
+
+
+def _table(directory: Path, place: int, digest: str) -> PartTable:
+    path = directory / part_table_name(place)
+    try:
+        content = path.read_bytes()
+        found = digest_of_file(path)[1]
+    except FileNotFoundError as error:
+        raise SaveFailed(
+            f"{path} is not visible on the node that completes the checkpoint: the checkpoint path has to be on "
+            "storage that all nodes share"
+        ) from error
+    if found != digest:
+        raise SaveFailed(f"{path} reads differently from what was written")
+    return PartTable.unpack(content)
+
+
+def _metadata(items: Sequence[Item], tied: Mapping[str, str]) -> tuple[Metadata, list[WriteResult]]:
+    entries: dict[str, Any] = {}
+    paths: dict[str, KeyPath] = {}
+    results: list[WriteResult] = []
+
+    def add(path: KeyPath, item: Item) -> None:
+        key = key_of(path)
+        if paths.setdefault(key, path) != path:
+            raise SaveFailed(f"two different things have the key {key!r} in a checkpoint: rename one of them")
+        stored = _StorageInfo(item.file, item.position, item.num_bytes)
+        if not item.dtype:
+            entries[key] = BytesStorageMetadata()
+            results.append(WriteResult(MetadataIndex(key), item.num_bytes, stored))
+            return
+        properties = TensorProperties(torch_dtype(item.dtype))
+        entry = entries.setdefault(key, TensorStorageMetadata(properties, torch.Size(item.size), []))
+        entry.chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.shape)))
+        results.append(WriteResult(MetadataIndex(key, item.offsets), item.num_bytes, stored))
+
+    alone: dict[KeyPath, tuple[int, Item]] = {}
+    for item in items:
+        add(item.path, item)
+        found = without_rank(item.path)
+        if found is not None and found[1] != ("values",):
+            rank, path = found
+            if path not in alone or rank < alone[path][0]:
+                alone[path] = rank, item
+    # What each rank has for itself is found under its plain name as well, as the first rank has it (as DDP does it).
+    for path, (_, item) in alone.items():
+        if key_of(path) not in entries:
+            add(path, item)
+    for further, name in tied.items():
+        path, alias = path_of(name), path_of(further)
+        same = [item for item in items if item.path == path] or [alone[path][1]]
+        if key_of(alias) not in entries:
+            for item in same:
+                add(alias, item)
+    return Metadata(entries, planner_data=paths), results
+
+
+def _check_covered(metadata: Metadata) -> None:
+    """Every tensor must consist of its parts without a hole: parts that overlap were refused as double."""
+    for key, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            num_stored = sum(chunk.sizes.numel() for chunk in entry.chunks)
+            if num_stored != entry.size.numel():
+                raise SaveFailed(f"{key} has {entry.size.numel()} elements, {num_stored} of them were written")

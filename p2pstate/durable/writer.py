@@ -1,0 +1,114 @@
+"""The process that touches storage, so that nothing else has to wait for it.
+
+In: over a channel from the node's agent, descriptors of slots and orders: ``begin`` (name a new save), ``write`` (this
+node's shares), ``publish`` (make it a checkpoint). Out: one reply each. Storage that is full, slow, read-only or gone
+costs a reply or this process, never training.
+
+Fate: it ends with its agent. Orders are done one after the other; an agent that does not want to wait any longer kills
+this process and starts another.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from p2pstate.durable.catalog import delete, list_checkpoints, next_name, to_delete
+from p2pstate.durable.dcp_write import SaveFailed, publish_checkpoint, write_shares
+from p2pstate.durable.division import Share
+from p2pstate.slots import Slot
+from p2pstate.types import Version
+from rendezvous.channel import Channel, ChannelClosed
+
+__all__ = ["writer_main"]
+
+NICE = 5  # training has the processor first
+
+
+def writer_main(sock: socket.socket) -> int:
+    """Serve until the agent's end of the channel closes."""
+    os.nice(NICE)
+    torch.set_num_threads(1)
+    torch.serialization.set_crc32_options(False)  # every file has a better digest of its own
+    channel = Channel(sock, blocking=True)
+    channel.send({"t": "writer_ready", "pid": os.getpid()})
+    writer = _Writer()
+    try:
+        while True:
+            for message, fds in channel.receive():
+                kind = message.pop("t")
+                if kind == "slot":
+                    writer.slots[message["slot"]] = fds[0]
+                    continue
+                try:
+                    reply = getattr(writer, kind)(**message)
+                except OSError as error:
+                    what = f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
+                    reply = {"error": f"storage: {what}"}
+                except (SaveFailed, RuntimeError, ValueError) as error:
+                    reply = {"error": str(error)}
+                channel.send({"t": f"{kind}_done", "serial": message["serial"], "error": "", **reply})
+    except ChannelClosed:
+        return 0
+
+
+class _Writer:
+    """``slots``: descriptors that came for the next ``write``; closed when it is done."""
+
+    def __init__(self) -> None:
+        self.slots: dict[int, int] = {}
+
+    def begin(self, *, serial: int, root: str, step: int) -> dict[str, Any]:
+        path = Path(root)
+        path.mkdir(parents=True, exist_ok=True)
+        name = next_name(list_checkpoints(path), step)
+        (path / name).mkdir()
+        return {"name": name}
+
+    def write(
+        self, *, serial: int, root: str, name: str, place: int, node: str, version: list[int], shares: list[Any]
+    ) -> dict[str, Any]:
+        began = time.monotonic()
+        try:
+            given = [Share.unpack(raw) for raw in shares]
+            mapped = {slot: Slot(fd) for slot, fd in self.slots.items()}
+            pairs = [(share, mapped[share.slot]) for share in given]
+            digest, num_bytes = write_shares(Path(root) / name, place, node, Version(*version), pairs)
+        finally:
+            for fd in self.slots.values():
+                os.close(fd)
+            self.slots.clear()
+        return {"digest": digest, "num_bytes": num_bytes, "seconds": time.monotonic() - began}
+
+    def publish(
+        self,
+        *,
+        serial: int,
+        root: str,
+        name: str,
+        digests: list[Any],
+        run: list[str],
+        version: list[int],
+        world_size: int,
+        reason: str,
+        keep: int,
+    ) -> dict[str, Any]:
+        path = Path(root)
+        parts = dict(digests)
+        run_id, nonce = run
+        manifest = publish_checkpoint(
+            path / name, parts, (run_id, nonce), Version(*version), world_size, time.time(), reason
+        )
+        deleted, problem = [], ""
+        try:
+            for found in to_delete(list_checkpoints(path), keep):
+                delete(found)
+                deleted.append(found.name)
+        except OSError as error:  # the new one is good all the same
+            problem = f"older ones could not be deleted: {error}"
+        return {"num_bytes": manifest.num_bytes, "deleted": deleted, "problem": problem}

@@ -1,0 +1,63 @@
+"""When memory has no whole version: the newest good checkpoint, restored into the live state.
+
+In: the plan that found nothing in memory. Out: the state of a checkpoint, the same one on all ranks, or none.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from torch._C._distributed_c10d import Store
+
+from p2pstate.durable.resume import Resolved, load, resolve
+from p2pstate.groups.status import STATUS
+from p2pstate.state import TrainingState
+from p2pstate.types import RoundInfo, Version
+from p2pstate.worker.link import Link
+
+__all__ = ["Disk"]
+
+BEFORE_ALL_ROUNDS = 0  # the epoch of a version that was read from disk: all that the vaults hold is void against it
+
+
+class Disk:
+    """The checkpoints of a run, as one rank sees them. ``timeout_s``: how long ranks wait for each other's checks."""
+
+    def __init__(self, root: str, link: Link, rank: int, timeout_s: float) -> None:
+        self._root = Path(root)
+        self._link = link
+        self._rank = rank
+        self._timeout_s = timeout_s
+        self._resolved: dict[int, Resolved] = {}
+
+    def resolve(self, store: Store, info: RoundInfo, why: str) -> Resolved:
+        """Decide with all ranks of the round, once in it. ``why``: why the disk is asked."""
+        known = self._resolved.get(info.epoch)
+        if known is not None:
+            return known
+        began = time.monotonic()
+        with STATUS.trace.expect("checking checkpoints", self._timeout_s):
+            found = resolve(store, self._root, self._rank, info.world_size, self._timeout_s)
+        self._resolved = {info.epoch: found}
+        if self._rank == 0:
+            choice = found.choice
+            self._link.send(
+                "event",
+                kind="resolved",
+                source="disk" if choice is not None else "nothing",
+                path=str(choice.path if choice is not None else self._root),
+                step=choice.step if choice is not None else None,
+                skipped=list(found.skipped),
+                reason=why,
+                seconds=time.monotonic() - began,
+            )
+        return found
+
+    def restore(self, resolved: Resolved, state: TrainingState) -> Version:
+        """Put the live state into that of the choice."""
+        assert resolved.choice is not None
+        with STATUS.trace.expect("reading a checkpoint", self._timeout_s):
+            tensors, values = load(resolved.choice, self._rank)
+            state.restore(tensors, values)
+        return Version(BEFORE_ALL_ROUNDS, resolved.choice.step)

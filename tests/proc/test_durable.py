@@ -1,0 +1,96 @@
+"""The durable tier with real processes: what is lost in memory comes back from disk, and disk never stops training."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_faults import Run
+
+from outcome import compare
+from p2pstate.durable.catalog import list_checkpoints
+
+NUM_STEPS = 60
+SHAPE = (2, 1)
+EVERY = ("--checkpoint-every", "6", "--pace", "0.05")  # so that saves end long before training does
+
+
+@pytest.fixture
+def start(tmp_path: Path, fork_server: dict[str, str]) -> Iterator[Callable[..., Run]]:
+    """Runs of two ranks on two nodes, which all write to one folder and leave their final state in another."""
+    runs: list[Run] = []
+
+    def make(*args: str, **options: Any) -> Run:
+        places = ("--out", str(tmp_path / "out"), "--checkpoint", str(tmp_path / "ck"))
+        folder = tmp_path / str(len(runs))
+        runs.append(Run(folder, fork_server, *places, *EVERY, *args, shape=SHAPE, steps=NUM_STEPS, **options))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.cluster.stop()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory, fork_server: dict[str, str]) -> Path:
+    """The outcome of an undisturbed run that writes no checkpoint."""
+    run = Run(tmp_path_factory.mktemp("expected"), fork_server, shape=SHAPE, steps=NUM_STEPS)
+    assert set(run.end().values()) == {0}
+    return run.out
+
+
+def assert_identical(run: Run, out: Path, expected: Path) -> None:
+    comparison = compare(out, expected, 2)
+    assert comparison.identical, "\n".join([*comparison.differences, run.cluster.log_tails()])
+
+
+def wait_saved(run: Run, step: int) -> None:
+    run.wait_for(f"save of step {step}", lambda e: e["event"] == "saved" and e["step"] >= step)
+
+
+def test_all_nodes_killed_the_same_command_resumes_from_the_newest_good_checkpoint(
+    start: Callable[..., Run], expected: Path, tmp_path: Path
+) -> None:
+    first = start()
+    wait_saved(first, 12)
+    for name in ("node0", "node1"):
+        first.cluster.kill_node(name)
+    newest, second_newest = [each for each in list_checkpoints(tmp_path / "ck") if not each.problem][:2]
+    assert second_newest.manifest is not None
+    data = next(newest.path.glob("*.distcp"))
+    content = bytearray(data.read_bytes())
+    content[len(content) // 2] ^= 1
+    data.write_bytes(content)
+
+    second = start()
+    resolved = second.wait_for("decision", lambda e: e["event"] == "resolved")
+    assert (resolved["source"], resolved["step"]) == ("disk", second_newest.manifest.version.step)
+    (skipped,) = [sentence for sentence in resolved["skipped"] if sentence.startswith(newest.name)]
+    assert f"{data.name} is damaged" in skipped
+    assert set(second.end().values()) == {0}
+    assert_identical(second, tmp_path / "out", expected)
+    third = start()  # nothing is left to do
+    assert third.wait_for("decision", lambda e: e["event"] == "resolved")["step"] == NUM_STEPS
+    assert set(third.end().values()) == {0}
+
+
+def test_rank_and_its_buddy_lost_at_once_come_back_from_disk(
+    start: Callable[..., Run], expected: Path, tmp_path: Path
+) -> None:
+    run = start(spares=2)
+    wait_saved(run, 6)
+    for node in [run.cluster.nodes[name] for name in run.all("view")[-1]["places"]]:
+        node.killed = True
+        os.kill(node.process.pid, signal.SIGKILL)
+    resumed = run.wait_for("recovery", lambda e: e["event"] == "recovery")
+    assert resumed["source"] == "disk"
+    assert resumed["version"][1] % 6 == 0
+    assert "is the newest good checkpoint" in resumed["reason"]
+    newest = max(event["step"] for event in run.all("step"))
+    assert resumed["version"][1] + resumed["steps_lost"] <= newest
+    assert set(run.end().values()) == {0}
+    assert_identical(run, tmp_path / "out", expected)

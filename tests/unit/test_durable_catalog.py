@@ -1,0 +1,180 @@
+"""durable/catalog and resume: which checkpoint is taken, which are skipped and why, which may go."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from durable_site import Site
+from torch.distributed import HashStore
+
+from p2pstate.durable.catalog import delete, list_checkpoints, next_name, to_delete
+from p2pstate.durable.manifest import MANIFEST, METADATA, Damaged, Manifest
+from p2pstate.durable.resume import Resolved, resolve
+from p2pstate.errors import ConfigError
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """Three complete checkpoints, of steps 10, 20 and 30."""
+    site = Site()
+    for serial, step in enumerate((10, 20, 30), start=1):
+        site.save(tmp_path / f"{serial:06d}-step{step}", site.capture(step))
+    return tmp_path
+
+
+def resolve_on(root: Path, num_ranks: int) -> Resolved:
+    store, found = HashStore(), []
+    ranks = [
+        threading.Thread(target=lambda rank=rank: found.append(resolve(store, root, rank, num_ranks, 20.0)))
+        for rank in range(num_ranks)
+    ]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(30.0)
+    assert len(found) == num_ranks
+    assert all(each == found[0] for each in found), "all ranks decide alike"
+    return found[0]
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 3] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "no marker": (lambda d: (d / METADATA).unlink(), "was not published"),
+    "no manifest": (lambda d: (d / MANIFEST).unlink(), "is missing"),
+    "nothing but data": (lambda d: [(d / n).unlink() for n in (METADATA, MANIFEST)], "interrupted before"),
+    "data missing": (lambda d: (d / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
+    "data truncated": (lambda d: truncate(d / "__0_0.distcp"), "__0_0.distcp has"),
+    "data flipped": (lambda d: flip(d / "__0_0.distcp"), "__0_0.distcp is damaged"),
+    "marker flipped": (lambda d: flip(d / METADATA), ".metadata is damaged"),
+    "marker truncated": (lambda d: truncate(d / METADATA), ".metadata has"),
+    "manifest flipped": (lambda d: flip(d / MANIFEST), "p2pstate.manifest is damaged"),
+    "manifest truncated": (lambda d: truncate(d / MANIFEST), "p2pstate.manifest is damaged"),
+    "empty": (lambda d: [path.unlink() for path in d.iterdir()], "interrupted before"),
+}
+
+
+@pytest.mark.parametrize("damage", sorted(DAMAGE))
+def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(damage: str, root: Path) -> None:
+    harm, sentence = DAMAGE[damage]
+    harm(root / "000003-step30")
+    found = resolve_on(root, 3)
+    assert found.choice is not None
+    assert found.choice.step == 20
+    (skipped,) = found.skipped
+    assert skipped.startswith("000003-step30: ")
+    assert sentence in skipped
+
+
+def test_two_damaged_checkpoints_leave_the_third(root: Path) -> None:
+    flip(root / "000003-step30" / "__0_0.distcp")
+    (root / "000002-step20" / METADATA).unlink()
+    found = resolve_on(root, 2)
+    assert found.choice is not None
+    assert found.choice.step == 10
+    assert [sentence[:6] for sentence in found.skipped] == ["000002", "000003"]
+
+
+def test_nothing_usable_is_said_with_every_reason(root: Path) -> None:
+    for path in root.iterdir():
+        flip(path / "__0_0.distcp")
+    found = resolve_on(root, 2)
+    assert found.choice is None
+    assert len(found.skipped) == 3
+
+
+def test_directory_that_does_not_exist_has_no_checkpoint(tmp_path: Path) -> None:
+    assert resolve_on(tmp_path / "nowhere", 2) == Resolved(None, ())
+
+
+def test_directory_that_cannot_be_read_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        resolve(HashStore(), path, 0, 1, 5.0)
+
+
+def test_foreign_entries_are_left_alone(root: Path) -> None:
+    (root / "notes.txt").write_text("mine")
+    (root / "step40").mkdir()
+    assert [found.step for found in list_checkpoints(root)] == [30, 20, 10]
+
+
+def test_newest_is_what_was_saved_last_whatever_its_step(root: Path) -> None:
+    """A run that went back saves lower steps again: the serial counts."""
+    name = next_name(list_checkpoints(root), 15)
+    assert name == "000004-step15"
+    site = Site()
+    site.save(root / name, site.capture(15))
+    found = resolve_on(root, 1)
+    assert found.choice is not None
+    assert found.choice.step == 15
+
+
+def names(root: Path, keep: int) -> list[str]:
+    return [found.name for found in to_delete(list_checkpoints(root), keep)]
+
+
+def test_retention_keeps_the_newest_complete_ones(root: Path) -> None:
+    assert names(root, 3) == []
+    assert names(root, 2) == ["000001-step10"]
+    assert names(root, 1) == ["000002-step20", "000001-step10"]
+
+
+def test_retention_never_counts_what_is_not_complete(root: Path) -> None:
+    (root / "000003-step30" / METADATA).unlink()
+    assert names(root, 2) == []
+    assert names(root, 1) == ["000001-step10"]
+    (root / "000002-step20" / METADATA).unlink()
+    assert names(root, 1) == [], "the last good one"
+    (root / "000001-step10" / METADATA).unlink()
+    assert names(root, 1) == []
+
+
+def test_retention_removes_older_interrupted_saves_and_no_newer_one(root: Path) -> None:
+    (root / "000002-step20" / METADATA).unlink()
+    (root / "000004-step40").mkdir()  # may be under way
+    assert names(root, 2) == ["000002-step20"]
+
+
+def test_retention_keeps_damaged_ones_while_there_are_too_few_good_ones(root: Path) -> None:
+    truncate(root / "000002-step20" / "__0_0.distcp")
+    assert names(root, 3) == []
+    assert names(root, 2) == ["000002-step20"]
+    assert names(root, 1) == ["000002-step20", "000001-step10"]
+
+
+def test_deleting_begins_with_the_marker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = list_checkpoints(root)[0]
+
+    def crash(path: Path) -> None:
+        raise OSError("killed here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", crash)
+        with pytest.raises(OSError, match="killed here"):
+            delete(found)
+    assert list_checkpoints(root)[0].interrupted
+    delete(found)
+    assert [each.step for each in list_checkpoints(root)] == [20, 10]
+
+
+@pytest.mark.parametrize("cut", [0, 1, 15, 16, 40, -1])
+def test_manifest_cut_anywhere_is_damaged(cut: int, root: Path) -> None:
+    content = (root / "000001-step10" / MANIFEST).read_bytes()
+    assert Manifest.unpack(content).version.step == 10
+    with pytest.raises(Damaged):
+        Manifest.unpack(content[:cut])
