@@ -27,4 +27,5 @@ def fork_server() -> Iterator[dict[str, str]]:
             assert server.stdout.readline() == b"ready\n", "the fork server did not start"
             yield {"P2PSTATE_FORKSERVER": path, "OMP_NUM_THREADS": "1"}
             server.stdin.close()
+            server.terminate()  # a process that a test forked may have the other end of its input
             server.wait(READY_WITHIN_S)

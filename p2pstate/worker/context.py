@@ -37,6 +37,11 @@ class WorkerContext:
     left_early: str = ""  # where a loop was left while its step was being discarded
 
     @property
+    def under_torchrun(self) -> bool:
+        """Whether torchrun started this process, and not an agent."""
+        return ENV_AGENT in os.environ
+
+    @property
     def buddies(self) -> tuple[int, ...]:
         """The ranks whose nodes keep this rank's shard. They may change when a round is joined: nodes have labels."""
         return self._partners[self.rank]
