@@ -16,7 +16,9 @@ Layout, from the top down (a file imports only what stands above it):
     observe/meter.py
     observe/ledger.py
     observe/reading.py
+    memory.py               what is left of the host's memory, and what bounds it
     slots.py                the memory of one part of one version
+    memory_need.py          pure: whether all copies fit
     vault.py                all slots of a node
     state/errors.py         state/: live objects <-> named leaves <-> bytes
     state/codec.py
@@ -26,6 +28,7 @@ Layout, from the top down (a file imports only what stands above it):
     state/layout.py
     state/rng.py
     state/naming.py
+    state/growth.py
     state/collecting.py
     state/rebuilding.py
     state/optimizers.py
@@ -47,8 +50,10 @@ Layout, from the top down (a file imports only what stands above it):
     groups/gate.py          the vote
     groups/install.py       torch's entry points
     settings.py             what all ranks ask for alike
+    meeting.py              whether all do, and have the memory for it
     worker/link.py          the line to the agent
     worker/context.py       this worker's place in the run
+    footprint.py            how much of the live state is unique
     capture.py              live state -> own slots
     replicate.py            own slots -> the buddies
     durable/files.py        durable/: versions on disk

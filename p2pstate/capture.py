@@ -20,8 +20,8 @@ from typing import Any
 import msgpack
 import torch
 
-from p2pstate.redundancy import divide
-from p2pstate.slots import Header, Slot
+from p2pstate.redundancy import divide, is_held_elsewhere
+from p2pstate.slots import Header, Slot, capacity_for
 from p2pstate.state import Collected, Layout, Leaf
 from p2pstate.state.chunks import chunks_of
 from p2pstate.types import Part, Version
@@ -30,7 +30,6 @@ from p2pstate.worker.link import Link
 
 __all__ = ["Capturer", "Image", "SlotPair", "open_image", "read_image"]
 
-SLACK_BYTES = 1 << 16  # plain values grow: not every byte more shall need new memory
 _FOOTER = struct.Struct("<Q")
 
 
@@ -96,7 +95,7 @@ class SlotPair:
     def _with_room(self, index: int, num_bytes: int) -> Slot:
         slot = self._slots[index]
         if slot is None or slot.capacity < num_bytes:
-            slot = self._slots[index] = self._map(index, num_bytes + num_bytes // 64 + SLACK_BYTES)
+            slot = self._slots[index] = self._map(index, capacity_for(num_bytes))
         return slot
 
     def _look(self, keep: Version | None) -> None:
@@ -151,7 +150,7 @@ class Capturer:
         own: list[Leaf] = []
         shared: dict[tuple[int, ...], list[Leaf]] = {}
         for leaf in collected.leaves:
-            if self._is_shared(leaf.holders):
+            if is_held_elsewhere(leaf.holders, self._places):
                 shared.setdefault(leaf.holders, []).append(leaf)
             else:
                 own.append(leaf)
@@ -171,12 +170,6 @@ class Capturer:
         """Give each part of ``images`` a reserve slot of its size. From any thread."""
         for image in images:
             self._pairs[image.part].prepare_reserve(image.num_bytes)
-
-    def _is_shared(self, holders: tuple[int, ...]) -> bool:
-        """Whether a rank on another node holds these bytes (or, with one node only, another rank at all)."""
-        if len(holders) == 1:
-            return False
-        return len({self._places[rank] for rank in holders}) > 1 or len(set(self._places)) == 1
 
     def _write(
         self,

@@ -1,7 +1,8 @@
-"""Who keeps which of the leaves that all ranks hold.
+"""Which leaves need no shipping, and who on a node keeps which of them.
 
-In: names and sizes. Out: one part per holder. Invariants: pure and deterministic, so that every rank computes the same
-division; every name is in exactly one part; the largest part is at most 4/3 of the best possible (longest first).
+In: who holds a leaf, names and sizes. Out: whether another node has it anyway; one part per holder.
+Invariants: pure and deterministic, so that every rank computes the same division; every name is in exactly one part;
+the largest part is at most 4/3 of the best possible (longest first).
 """
 
 from __future__ import annotations
@@ -9,7 +10,17 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
-__all__ = ["divide"]
+__all__ = ["divide", "is_held_elsewhere"]
+
+
+def is_held_elsewhere(holders: Sequence[int], places: Sequence[int]) -> bool:
+    """Whether ranks on several nodes hold these bytes (or, with one node only, several ranks at all).
+
+    ``places``: the node of every rank, as a number.
+    """
+    if len(holders) == 1:
+        return False
+    return len({places[rank] for rank in holders}) > 1 or len(set(places)) == 1
 
 
 def divide(specs: Sequence[tuple[str, int]], num_parts: int) -> list[list[str]]:

@@ -14,22 +14,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 from p2pstate.block import StepBlock
 from p2pstate.errors import ConfigError
 from p2pstate.feed import LoopPosition
+from p2pstate.footprint import memory_need
 from p2pstate.groups.group import P2PGroup
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
+from p2pstate.meeting import look_alone, meet
 from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.meter import METER
 from p2pstate.protection import Protection
 from p2pstate.resume import Disk
-from p2pstate.settings import CheckpointPolicy, Settings, agree
+from p2pstate.settings import CheckpointPolicy, Settings
 from p2pstate.state import TrainingState
 from p2pstate.stats import ProtectionStats
 from p2pstate.steps import Loop
-from p2pstate.worker.context import current
+from p2pstate.worker.context import WorkerContext, current
 
 __all__ = ["Replicator"]
 
@@ -62,8 +65,8 @@ class Replicator:
         checkpoint_timeout_s: how long the end of the loop waits for the last one.
 
     Raises:
-        ConfigError: the process was not started by p2pstate, its process groups are not p2pstate's, or other ranks
-            were given other arguments.
+        ConfigError: the process was not started by p2pstate, its process groups are not p2pstate's, other ranks were
+            given other arguments, or a node has not enough host memory left (the message has the figures).
         ValueError, LeafError: a component cannot be captured exactly; the message names it.
     """
 
@@ -115,9 +118,7 @@ class Replicator:
         self.extra: MutableMapping[str, Any] = {} if extra is None else extra
         objects["loop"] = position = LoopPosition()
         state = TrainingState(models, optimizers, objects, extra=self.extra, rng=rng)
-        if context.info is not None:  # started with all others: who joins later is told when it does
-            assert REGISTRY.make_store is not None
-            agree(REGISTRY.make_store(context.info.epoch), context.rank, settings, recovery_timeout_s)
+        _check_run(context, state, settings, recovery_timeout_s)
         context.copies = copies
         context.link.send("copies", copies=copies)
         protection = Protection(context, state, settings)
@@ -198,6 +199,19 @@ class Replicator:
     def stats(self) -> ProtectionStats:
         """What protection has cost and achieved in this process."""
         return self._loop.protection.stats
+
+
+def _check_run(context: WorkerContext, state: TrainingState, settings: Settings, timeout_s: float) -> None:
+    """Raises ConfigError when ranks ask for different things, or a node has not the memory for what they ask for."""
+    need = memory_need(state, context.rank, context.places)
+    if context.info is None:
+        look_alone(context.places, context.rank // context.num_local, settings, need, context.link.room())
+        return
+    context.num_meetings += 1
+    assert REGISTRY.make_store is not None
+    store = PrefixStore(f"replicator/{context.num_meetings}", REGISTRY.make_store(context.info.epoch))
+    room = context.link.room() if context.local_rank == 0 else None
+    meet(store, context.info, context.rank, settings, need, room, timeout_s)
 
 
 def _default_group() -> P2PGroup:

@@ -6,18 +6,12 @@ In: arguments of a Replicator. Out: one frozen value, valid, and the same on all
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from typing import Any
-
-import msgpack
-from torch._C._distributed_c10d import Store
 
 from p2pstate.errors import ConfigError
 from p2pstate.placement import MAX_COPIES
 
-__all__ = ["CheckpointPolicy", "Settings", "agree"]
-
-_KEY = "replicator/settings"
+__all__ = ["CheckpointPolicy", "Settings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +68,3 @@ class Settings:
                 f"rank {rank} asks for {name}={mine[name]!r} and rank {their_rank} for {name}={theirs.get(name)!r}: "
                 "give Replicator(...) the same arguments on every rank"
             )
-
-
-def agree(store: Store, rank: int, settings: Settings, timeout_s: float) -> None:
-    """All ranks call this once in a round. Raises ConfigError on those that ask for something else than rank 0 does."""
-    if rank == 0:
-        store.set(_KEY, msgpack.packb(settings.pack()))
-        return
-    store.wait([_KEY], timedelta(seconds=timeout_s))
-    settings.check_same(rank, msgpack.unpackb(store.get(_KEY)), 0)

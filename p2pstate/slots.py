@@ -25,9 +25,10 @@ import xxhash
 
 from p2pstate.types import Version
 
-__all__ = ["HEADER_BYTES", "Header", "Slot", "digest_of"]
+__all__ = ["HEADER_BYTES", "Header", "Slot", "capacity_for", "digest_of", "slot_bytes"]
 
 HEADER_BYTES = 4096
+SLACK_BYTES = 1 << 16  # plain values grow: not every byte more shall need new memory
 _MAGIC = b"p2pslot1"
 _WRITING, _COMPLETE = 1, 2
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
@@ -47,6 +48,16 @@ class Header:
     @property
     def num_bytes(self) -> int:
         return self.data_bytes + self.tail_bytes
+
+
+def capacity_for(num_bytes: int) -> int:
+    """How much room a slot for an image of ``num_bytes`` is given."""
+    return num_bytes + num_bytes // 64 + SLACK_BYTES
+
+
+def slot_bytes(num_bytes: int) -> int:
+    """Memory that a slot for an image of ``num_bytes`` takes at most."""
+    return capacity_for(num_bytes) + HEADER_BYTES
 
 
 def digest_of(body: memoryview) -> bytes:

@@ -13,11 +13,11 @@ file system exists: memory goes when the last process that has it mapped ends.
 from __future__ import annotations
 
 import os
-import resource
 from collections.abc import Collection
 from dataclasses import dataclass
 
 from p2pstate.errors import P2PStateError
+from p2pstate.memory import Bound, room
 from p2pstate.slots import HEADER_BYTES, Slot
 from p2pstate.types import Part, SlotRecord
 
@@ -48,6 +48,11 @@ class Vault:
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self._entries.values())
 
+    def room(self) -> Bound:
+        """What this vault may hold in all, what it holds already among it."""
+        bound, held = room(), sum(entry.num_bytes + HEADER_BYTES for entry in self._entries.values())
+        return Bound(bound.left_bytes + held - self._promised_bytes(), bound.what)
+
     def _promised_bytes(self) -> int:
         """What was given out and not yet written: the kernel counts pages only when they are touched."""
         return sum(max(0, entry.num_bytes - os.fstat(entry.fd).st_blocks * 512) for entry in self._entries.values())
@@ -61,11 +66,13 @@ class Vault:
         if entry and entry.num_bytes >= num_bytes:
             return entry.slot_id, entry.fd
         size = num_bytes + HEADER_BYTES
-        free = _available_bytes() - self._promised_bytes()
+        bound = room()
+        free = bound.left_bytes - self._promised_bytes()
         if size > free:
             raise VaultFull(
                 f"no memory for a slot of {size / 2**20:.0f} MiB ({part}) on {self._node}: {free / 2**20:.0f} MiB are "
-                f"available and the vault holds {self.num_bytes / 2**20:.0f} MiB; use fewer or smaller shards per node"
+                f"available ({bound.what}) and the vault holds {self.num_bytes / 2**20:.0f} MiB; use fewer or smaller "
+                "shards per node"
             )
         fd = -1
         try:
@@ -117,27 +124,3 @@ class Vault:
         for entry in self._entries.values():
             os.close(entry.fd)
         self._entries.clear()
-
-
-def _available_bytes() -> int:
-    """Memory that can still be taken: the smallest of the host's, the cgroup's and the process's limits."""
-    limits = [_meminfo_available()]
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
-            text = limit.read().strip()
-            if text != "max":
-                limits.append(int(text) - int(used.read()))
-    except (OSError, ValueError):
-        pass  # no cgroup v2 limit here
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:
-        limits.append(soft)
-    return max(0, min(limits))
-
-
-def _meminfo_available() -> int:
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    return 1 << 62

@@ -48,6 +48,7 @@ class Requests(Generic[Asker]):
             "open": self._open,
             "inventory": self._inventory,
             "needs": self._needs,
+            "room": self._room,
         }
 
     def _reply(self, worker: Asker, number: int, fd: int | None = None, **fields: Any) -> None:
@@ -82,6 +83,10 @@ class Requests(Generic[Asker]):
         self._needed[worker.rank] = {Part.unpack(part) for part in parts}
         if len(self._needed) == num_local:
             self._vault.retain(set().union(*self._needed.values()))
+
+    def _room(self, worker: Asker, id: int) -> None:
+        bound = self._vault.room()
+        self._reply(worker, id, left_bytes=bound.left_bytes, what=bound.what)
 
     def _inventory(self, worker: Asker, id: int) -> None:
         records = [record.pack() for record in self._vault.records()]

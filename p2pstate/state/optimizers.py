@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from p2pstate.state.collecting import Collector, FlatDicts
 from p2pstate.state.errors import LeafError
+from p2pstate.state.growth import expected_state_bytes
 from p2pstate.state.leaves import Holders
 from p2pstate.state.rebuilding import Rebuilder
 
@@ -108,6 +109,17 @@ class OptimizerState:
             else:
                 advice = "use parameters or strings as keys"
                 raise LeafError(f"{self.prefix}/:state", f"has an entry with the key {key!r}", advice)
+
+    def expected_growth(
+        self, holders_of: Mapping[int, Holders], own: Holders
+    ) -> Iterator[tuple[int, Holders, torch.device]]:
+        """(bytes, holders, device) of the state of parameters that have none yet; ``holders_of`` by id."""
+        for group in self._local.param_groups:
+            for parameter in group["params"]:
+                num_bytes = expected_state_bytes(self._local, group, parameter)
+                if num_bytes and parameter not in self._local.state:
+                    holders = own if self._divided else holders_of.get(id(parameter), own)
+                    yield num_bytes, holders, parameter.device
 
     def check(self, saved: Any, named: Mapping[int, tuple[str, Holders]]) -> None:
         """LeafError if the live groups are not the captured ones, but for some at the end that were added or are to be

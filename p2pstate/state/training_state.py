@@ -10,7 +10,7 @@ it in ``extra`` or in an object with ``state_dict``.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -123,6 +123,12 @@ class TrainingState:
             }
         )
         return Collected(self._sorted(collector.leaves), values, self._tied)
+
+    def expected_growth(self) -> Iterator[tuple[int, Holders, torch.device]]:
+        """(bytes, holders, device) of optimizer state that is yet to be made, as far as it can be foreseen."""
+        named = {id(tensor): holders for model in self._live.models for _, tensor, holders in model.tensors()}
+        for each in self._live.optimizers:
+            yield from each.expected_growth(named, current_world().own)
 
     def restore(self, tensors: Mapping[str, torch.Tensor], values: bytes) -> None:
         """Puts every live object into the captured state, in place.

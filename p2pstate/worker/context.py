@@ -33,6 +33,7 @@ class WorkerContext:
     joining: bool = False  # inside recover.join: an abort cuts the replication group as well
     in_loop: bool = False  # shipping errors matter to the agent only while the loop runs
     rerunning: bool = False  # inside a restartable function
+    num_meetings: int = 0  # of all ranks of a round, before they capture anything (see meeting.py)
     copies: int = 1  # of each shard, besides the own node's
     left_early: str = ""  # where a loop was left while its step was being discarded
 

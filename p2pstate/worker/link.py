@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from p2pstate.errors import EXIT_REPLACE, Retryable
+from p2pstate.memory import Bound
 from p2pstate.types import Part, RoundInfo, SlotRecord, Version
 from rendezvous.channel import Channel, ChannelClosed
 from rendezvous.types import StoreReply
@@ -139,6 +140,13 @@ class Link:
         if reply is None:
             raise Retryable("the agent did not answer a request for its inventory within 30 s")
         return [SlotRecord.unpack(raw) for raw in reply["records"]], reply["lineage"]
+
+    def room(self) -> Bound:
+        """What this node's vault may hold in all."""
+        reply, _ = self._call({"t": "room"}, 30.0)
+        if reply is None:
+            raise Retryable("the agent did not answer within 30 s how much memory there is")
+        return Bound(reply["left_bytes"], reply["what"])
 
     # -- internals
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from torch.distributed import HashStore
 
 from p2pstate.errors import ConfigError
-from p2pstate.settings import Settings, agree
-
-DEADLINE_S = 20.0
+from p2pstate.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -28,13 +25,9 @@ def test_settings_without_a_meaning_are_refused(arguments: dict[str, float], sen
 
 
 def test_ranks_with_the_same_settings_agree() -> None:
-    store = HashStore()
-    for rank in range(3):
-        agree(store, rank, Settings(copies=2), DEADLINE_S)
+    Settings(copies=2).check_same(1, Settings(copies=2).pack(), 0)
 
 
-def test_rank_with_other_settings_than_rank_0_is_refused_with_both() -> None:
-    store = HashStore()
-    agree(store, 0, Settings(), DEADLINE_S)
+def test_rank_with_other_settings_is_named_with_both() -> None:
     with pytest.raises(ConfigError, match="rank 2 asks for copies=2 and rank 0 for copies=1: give Replicator"):
-        agree(store, 2, Settings(copies=2), DEADLINE_S)
+        Settings(copies=2).check_same(2, Settings().pack(), 0)
