@@ -109,6 +109,9 @@ Layout, from the top down (a file imports only what stands above it):
     data/tokens.py
     data/pack.py
     data/counters.py
+    data/remote.py
+    data/chunks.py
+    data/cache.py
     data/streams.py
     data/memfd.py
     data/fetching.py

@@ -10,6 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from p2pstate.data.cache import CachedFiles
     from p2pstate.data.loader import Loader
     from p2pstate.data.order import Mixture, Shuffled
     from p2pstate.data.pool import LoaderError
@@ -17,9 +18,10 @@ if TYPE_CHECKING:
     from p2pstate.data.shards import DataChanged
     from p2pstate.data.tokens import MmapTokens
 
-__all__ = ["DataChanged", "Loader", "LoaderError", "Mixture", "MmapTokens", "Sampler", "Shuffled"]
+__all__ = ["CachedFiles", "DataChanged", "Loader", "LoaderError", "Mixture", "MmapTokens", "Sampler", "Shuffled"]
 
 _MODULES = {
+    "CachedFiles": "cache",
     "DataChanged": "shards",
     "Loader": "loader",
     "LoaderError": "pool",
