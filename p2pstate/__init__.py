@@ -65,6 +65,8 @@ Layout, from the top down (a file imports only what stands above it):
     durable/dcp_read.py
     durable/session.py      pure: one save, as one node sees it
     durable/resume.py       which checkpoint, and a rank's state out of it
+    durable/export.py       the weights alone, as safetensors
+    durable/command.py      p2pstate checkpoints, p2pstate export
     durable/writer.py       the process that touches storage
     gradients.py            forgetting a discarded step
     rehearsal.py            what a newcomer does alone

@@ -21,6 +21,8 @@ from p2pstate.data.command import add_command as add_data_command
 from p2pstate.data.command import run_command as run_data_command
 from p2pstate.doctor import add_command as add_doctor_command
 from p2pstate.doctor import run_command as run_doctor_command
+from p2pstate.durable.command import add_commands as add_durable_commands
+from p2pstate.durable.command import run_checkpoints, run_export
 from p2pstate.errors import EXIT_CONFIG
 from p2pstate.operating import OPERATING
 from p2pstate.options import add_detection, add_network, add_run, make_config, read_labels
@@ -77,6 +79,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     keygen.add_argument("file", metavar="FILE", help="a new file; an existing one is never overwritten")
     verdict = commands.add_parser("verdict", help="say how a run ended, and exit with the run's exit code")
     verdict.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="p2prun's --run-dir, of this run only")
+    add_durable_commands(commands)
     add_doctor_command(commands)
     add_data_command(commands)
     add_plan_command(commands)
@@ -87,6 +90,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _verdict(options.run_dir)
     if options.command == "doctor":
         return run_doctor_command(options)
+    if options.command == "checkpoints":
+        return run_checkpoints(options)
+    if options.command == "export":
+        return run_export(options)
     if options.command == "data":
         return run_data_command(options)
     if options.command == "plan":

@@ -94,3 +94,32 @@ def test_rank_and_its_buddy_lost_at_once_come_back_from_disk(
     assert resumed["version"][1] + resumed["steps_lost"] <= newest
     assert set(run.end().values()) == {0}
     assert_identical(run, tmp_path / "out", expected)
+
+
+def test_storage_that_fails_is_reported_everywhere_and_never_stops_training(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    """Gone, then back; then a writer that hangs and is killed in the middle of a save."""
+    run = start("--steps", "100000")
+    root, away = tmp_path / "ck", tmp_path / "away"
+    wait_saved(run, 6)
+    root.rename(away)
+    root.write_text("no directory any more")
+    reported: dict[str, dict[str, Any]] = {}
+    while set(reported) != {"node0", "node1"}:
+        event = run.wait_for("report", lambda e: e["event"] == "save_failed")
+        reported[event["node"]] = event
+    assert all("storage" in event["error"] for event in reported.values())
+    root.unlink()
+    away.rename(root)
+    wait_saved(run, max(event["step"] for event in reported.values()) + 1)
+
+    pid = [event["pid"] for event in run.all("writer_started") if event["node"] == "node1"][-1]
+    os.kill(pid, signal.SIGSTOP)
+    newest = max(event["step"] for event in run.all("step"))
+    run.wait_step(newest + 20)  # a save is due meanwhile, and stands still
+    os.kill(pid, signal.SIGKILL)
+    failed = run.wait_for("report", lambda e: e["event"] == "save_failed" and e["node"] == "node0")
+    assert "SIGKILL" in failed["error"]
+    wait_saved(run, failed["step"] + 1)
+    assert {event["event"] for event in run.history} & {"abort", "discarded", "recovery"} == set()

@@ -1,0 +1,206 @@
+"""``p2pstate checkpoints`` and ``p2pstate export``: what a person does with checkpoints.
+
+In: arguments. Out: text or JSON, exit code 0, or 1 with a sentence on standard error (for ``verify``: when a checkpoint
+that is complete turns out to be damaged).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from p2pstate.durable.catalog import Found
+
+__all__ = ["add_commands", "run_checkpoints", "run_export"]
+
+PROGRESS_INTERVAL_S = 1.0
+MAX_VALUE_CHARACTERS = 120
+
+
+def add_commands(commands: Any) -> None:
+    """Adds ``checkpoints`` and ``export`` to the subparsers of ``p2pstate``."""
+    parser = commands.add_parser("checkpoints", help="list, verify, show or delete the checkpoints of a run")
+    parser.add_argument("path", type=Path, metavar="DIR", help="what Replicator(checkpoint=...) was given")
+    parser.add_argument("action", nargs="?", choices=("list", "verify", "show", "delete"), default="list")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="of checkpoints; without: verify all, show the newest complete one"
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON object per checkpoint and line (list, verify)")
+    export = commands.add_parser("export", help="write the weights of a checkpoint as safetensors")
+    export.add_argument("path", type=Path, metavar="DIR", help="what Replicator(checkpoint=...) was given")
+    export.add_argument("output", type=Path, metavar="FILE.safetensors")
+    export.add_argument("--name", help="of the checkpoint; the newest complete one otherwise")
+
+
+def run_checkpoints(options: argparse.Namespace) -> int:
+    """Exit code."""
+    from p2pstate.durable.catalog import list_checkpoints
+
+    actions: dict[str, Callable[[argparse.Namespace, list[Found]], int]] = {
+        "list": _list,
+        "verify": _verify,
+        "show": _show,
+        "delete": _delete,
+    }
+    try:
+        if not options.path.is_dir():
+            raise ValueError(f"there is no directory {options.path}")
+        found = list_checkpoints(options.path)
+        unknown = sorted(set(options.names) - {each.name for each in found})
+        if unknown:
+            there = ", ".join(each.name for each in found) or "nothing"
+            raise ValueError(f"no checkpoint called {unknown[0]} in {options.path} (there is: {there})")
+        return actions[options.action](options, found)
+    except (ValueError, OSError) as error:
+        print(f"p2pstate checkpoints: {error}", file=sys.stderr)
+        return 1
+
+
+def run_export(options: argparse.Namespace) -> int:
+    """Exit code."""
+    from p2pstate.durable.catalog import damaged_files, list_checkpoints
+    from p2pstate.durable.export import MissingExtra, export_weights
+
+    try:
+        complete = [each for each in list_checkpoints(options.path) if not each.problem]
+        chosen = [each for each in complete if options.name in (None, each.name)]
+        if not chosen:
+            raise ValueError(f"no complete checkpoint {options.name or ''} in {options.path}".replace("  ", " "))
+        damaged = damaged_files(chosen[0], progress=_Progress(_num_bytes(chosen[:1])))
+        if damaged:
+            raise ValueError(f"{chosen[0].name}: {'; '.join(damaged)}")
+        num_tensors, num_bytes = export_weights(chosen[0], options.output)
+    except (ValueError, OSError, MissingExtra) as error:
+        print(f"p2pstate export: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.output}: {num_tensors} tensors, {_mib(num_bytes)}, step {chosen[0].step} of {chosen[0].path}")
+    return 0
+
+
+def _list(options: argparse.Namespace, found: list[Found]) -> int:
+    chosen = _chosen(options.names, found)
+    if options.json:
+        for each in chosen:
+            print(json.dumps(_plain(each)))
+        return 0
+    if not chosen:
+        print(f"no checkpoints in {options.path}")
+    for each in chosen:
+        if each.manifest is None or each.problem:
+            print(f"{each.name:24} not usable: {each.problem}")
+            continue
+        m = each.manifest
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(m.created_at))
+        print(f"{each.name:24} step {m.version.step}, {m.world_size} ranks, {_mib(m.num_bytes)}, {when} ({m.reason})")
+    return 0
+
+
+def _verify(options: argparse.Namespace, found: list[Found]) -> int:
+    from p2pstate.durable.catalog import damaged_files
+
+    chosen = _chosen(options.names, found)
+    progress = _Progress(_num_bytes(each for each in chosen if not each.problem))
+    any_damaged = False
+    for each in chosen:
+        damaged = [each.problem] if each.problem else damaged_files(each, progress=progress)
+        any_damaged = any_damaged or (bool(damaged) and not each.interrupted)
+        if options.json:
+            print(json.dumps({**_plain(each), "verified": not damaged, "damaged": damaged}))
+        else:
+            print(f"{each.name:24} {'; '.join(damaged) or 'every byte is as it was written'}")
+    return int(any_damaged)
+
+
+def _show(options: argparse.Namespace, found: list[Found]) -> int:
+    from p2pstate.durable.dcp_read import Reader
+
+    chosen = _chosen(options.names, [each for each in found if not each.problem])
+    for each in chosen if options.names else chosen[:1]:
+        assert each.manifest is not None
+        m = each.manifest
+        print(f"{each.path}: step {m.version.step} of run {m.run[0]}, {m.world_size} ranks, {_mib(m.num_bytes)}")
+        reader = Reader(each.path)
+        for key, (dtype, size) in sorted(reader.tensors().items()):
+            print(f"  {key}  {str(dtype).removeprefix('torch.')} {list(size)}")
+        for rank in range(m.world_size):
+            _show_values(reader, rank)
+    return 0
+
+
+def _show_values(reader: Any, rank: int) -> None:
+    from p2pstate.durable.keys import key_of, values_path
+    from p2pstate.state.codec import decode
+
+    key = key_of(values_path(rank))
+    values = decode(reader.read({key: reader.whole(key)})[key].numpy().tobytes())
+    objects = {**values.get("objects", {}), **{f"extra.{k}": v for k, _, v in values.get("extra") or []}}
+    for name, value in objects.items():
+        text = repr(value)
+        print(f"  rank {rank}: {name} = {text[:MAX_VALUE_CHARACTERS]}{'...' if text[MAX_VALUE_CHARACTERS:] else ''}")
+    if values.get("rng"):
+        print(f"  rank {rank}: random streams of {', '.join(values['rng'])}")
+
+
+def _delete(options: argparse.Namespace, found: list[Found]) -> int:
+    from p2pstate.durable.catalog import delete
+
+    if not options.names:
+        raise ValueError("delete needs the names of the checkpoints to delete")
+    complete = {each.name for each in found if not each.problem}
+    if complete and complete <= set(options.names):
+        raise ValueError(
+            f"{', '.join(sorted(complete))} would be deleted, and no complete checkpoint would be left: remove the "
+            f"directory {options.path} yourself if that is meant"
+        )
+    for each in _chosen(options.names, found):
+        delete(each)
+        print(f"{each.name} was deleted")
+    return 0
+
+
+def _chosen(names: Sequence[str], found: list[Found]) -> list[Found]:
+    return [each for each in found if not names or each.name in names]
+
+
+def _plain(found: Found) -> dict[str, Any]:
+    m = found.manifest
+    return {
+        "name": found.name,
+        "path": str(found.path),
+        "step": found.step,
+        "complete": not found.problem,
+        "problem": found.problem,
+        "num_ranks": m.world_size if m is not None else None,
+        "bytes": m.num_bytes if m is not None else None,
+        "created_at": m.created_at if m is not None else None,
+        "run_id": m.run[0] if m is not None else None,
+        "reason": m.reason if m is not None else None,
+    }
+
+
+def _num_bytes(found: Any) -> int:
+    return sum(each.manifest.num_bytes for each in found)
+
+
+class _Progress:
+    """Says on a terminal how far reading has come, every second."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._total, self._done = num_bytes, 0
+        self._said_at = time.monotonic()
+
+    def __call__(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        if sys.stderr.isatty() and time.monotonic() - self._said_at >= PROGRESS_INTERVAL_S:
+            self._said_at = time.monotonic()
+            print(f"\r{_mib(self._done)} of {_mib(self._total)} read ", end="", file=sys.stderr, flush=True)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.1f} MiB"

@@ -1,0 +1,45 @@
+"""The weights of a checkpoint as a safetensors file, for whoever trains no further.
+
+In: a checkpoint's directory. Out: one file with every parameter and buffer of the models under its name in the model,
+whole, and the step in the file's own metadata. Known limit: all weights are in memory at once.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from p2pstate.durable.catalog import Found
+from p2pstate.durable.dcp_read import Reader
+from p2pstate.durable.keys import key_of, path_of
+from p2pstate.durable.manifest import Manifest
+
+__all__ = ["MissingExtra", "export_weights", "weight_names"]
+
+
+class MissingExtra(ImportError):
+    """A package is not installed that only this needs."""
+
+
+def weight_names(manifest: Manifest) -> dict[str, str]:
+    """Name in the file -> key, of everything below models; without the model's own name where there is one only."""
+    rows = [row for ranks in (manifest.own, manifest.shared) for each in ranks.values() for row in each]
+    paths = sorted({path_of(row.leaf) for row in rows if row.leaf.startswith("model")}, key=key_of)
+    single = {path[0] for path in paths} == {"model"}
+    return {key_of(path[1:] if single else path): key_of(path) for path in paths}
+
+
+def export_weights(found: Found, target: Path) -> tuple[int, int]:
+    """Write ``target``; returns (number of tensors, bytes). Raises MissingExtra, OSError, ValueError."""
+    try:
+        from safetensors.torch import save_file
+    except ImportError as error:
+        raise MissingExtra("export needs the package safetensors: pip install 'p2pstate[export]'") from error
+    assert found.manifest is not None
+    reader = Reader(found.path)
+    names = weight_names(found.manifest)
+    tensors = reader.read({name: reader.whole(key) for name, key in names.items()})
+    partial = target.with_name(target.name + ".partial")
+    save_file(tensors, partial, metadata={"format": "pt", "step": str(found.manifest.version.step)})
+    os.replace(partial, target)
+    return len(tensors), target.stat().st_size

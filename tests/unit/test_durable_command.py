@@ -1,0 +1,100 @@
+"""``p2pstate checkpoints`` and ``p2pstate export``, as a person calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from durable_site import Site, bias, matrix, mean
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from p2pstate.cli import main
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    site = Site()
+    for serial, step in enumerate((10, 20), start=1):
+        site.save(tmp_path / "ck" / f"{serial:06d}-step{step}", site.capture(step))
+    (tmp_path / "ck" / "000003-step30").mkdir()
+    return tmp_path / "ck"
+
+
+def test_list_tells_what_is_there_and_why_something_is_not_usable(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", str(root)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:3] == ["000003-step30", "not", "usable:"]
+    assert "step 20, 4 ranks" in lines[1]
+    assert main(["checkpoints", str(root), "--json"]) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["step"], row["complete"], row["num_ranks"]) for row in rows] == [
+        (30, False, None),
+        (20, True, 4),
+        (10, True, 4),
+    ]
+
+
+def test_verify_finds_a_flipped_bit_and_fails(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", str(root), "verify"]) == 0, "an interrupted save is no damage"
+    data = root / "000001-step10" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[100] ^= 1
+    data.write_bytes(content)
+    assert main(["checkpoints", str(root), "verify"]) == 1
+    out = capsys.readouterr().out
+    assert "000001-step10            __0_0.distcp is damaged" in out
+    assert main(["checkpoints", str(root), "verify", "000002-step20"]) == 0
+
+
+def test_show_tells_tensors_and_what_ranks_have_for_themselves(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoints", str(root), "show"]) == 0
+    out = capsys.readouterr().out
+    assert "step 20 of run" in out
+    assert "  model.w  float32 [10, 4]" in out
+    assert "  p2pstate.rank2.model.norm.mean  float32 [2]" in out
+
+
+def test_delete_removes_what_is_named_but_never_the_last_good_one(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoints", str(root), "delete"]) == 1
+    assert main(["checkpoints", str(root), "delete", "000001-step10", "000002-step20"]) == 1
+    assert "no complete checkpoint would be left" in capsys.readouterr().err
+    assert main(["checkpoints", str(root), "delete", "000001-step10", "000003-step30"]) == 0
+    assert [path.name for path in root.iterdir()] == ["000002-step20"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["checkpoints", "nowhere"], "there is no directory nowhere"),
+        (["checkpoints", "ck", "show", "000009-step90"], "no checkpoint called 000009-step90"),
+        (["export", "ck", "out.safetensors", "--name", "000003-step30"], "no complete checkpoint 000003-step30"),
+        (["export", "nowhere", "out.safetensors"], "no complete checkpoint in nowhere"),
+    ],
+)
+def test_mistake_is_said_in_one_sentence(
+    arguments: list[str], sentence: str, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(root.parent)
+    assert main(arguments) == 1
+    assert sentence in capsys.readouterr().err
+
+
+def test_export_writes_whole_weights_under_their_own_names(root: Path, tmp_path: Path) -> None:
+    target = tmp_path / "weights.safetensors"
+    assert main(["export", str(root), str(target)]) == 0
+    weights = load_file(target)
+    assert sorted(weights) == ["bias", "norm.mean", "w"]
+    assert torch.equal(weights["w"], matrix(20))
+    assert torch.equal(weights["bias"], bias(20))
+    assert torch.equal(weights["norm.mean"], mean(0, 20))
+    with safe_open(target, "pt") as file:
+        assert file.metadata()["step"] == "20"
+    assert main(["export", str(root), str(target), "--name", "000001-step10"]) == 0
+    assert torch.equal(load_file(target)["w"], matrix(10))

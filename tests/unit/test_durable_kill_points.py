@@ -1,0 +1,119 @@
+"""A save whose writer is SIGKILLed at any point leaves the checkpoint before it the newest, and the next save works."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from durable_site import HOME, NODES, PLACES, Site, matrix
+from torch.distributed.checkpoint import filesystem
+
+from p2pstate.durable import dcp_write, writer
+from p2pstate.durable.catalog import damaged_files, list_checkpoints
+from p2pstate.durable.dcp_read import Reader
+from p2pstate.durable.division import divide_version
+from p2pstate.types import Version
+
+KEEP = 1
+
+
+def die(*args: Any, **kwargs: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def second_call(stock: Callable[..., Any]) -> Callable[..., Any]:
+    calls = iter([stock])
+    return lambda *args, **kwargs: next(calls, die)(*args, **kwargs)
+
+
+# Where the process dies: what is replaced there, by what. Only the lead (place 0) comes to the last three.
+POINTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
+    "before write": (dcp_write.FileSystemWriter, "write_data", die),
+    "mid-file": (filesystem, "_write_item", second_call(filesystem._write_item)),
+    "after write, before its table": (dcp_write, "publish", die),
+    "after all wrote": (writer, "publish_checkpoint", die),
+    "before the marker": (dcp_write.os, "replace", second_call(os.replace)),
+    "between marker and retention": (writer, "to_delete", die),
+}
+LEAD_ONLY = ("after all wrote", "before the marker", "between marker and retention")
+
+
+def in_child(work: Callable[[], None]) -> int:
+    """Runs it in a process that may die; returns the wait status."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1]
+
+
+def save(site: Site, root: Path, version: Version, patch: pytest.MonkeyPatch, point: str = "", place: int = -1) -> bool:
+    """A save as the agents run it, each step in a process; False when one died."""
+    records = [r for vault in site.vaults for r in vault.records() if r.version == version]
+    shares = divide_version(HOME, records)
+    assert not isinstance(shares, str)
+    own = writer._Writer()
+    name = own.begin(serial=0, root=str(root), step=version.step)["name"]
+    read_end, write_end = os.pipe()
+
+    def step(at: int, work: Callable[[], Any]) -> bool:
+        def armed() -> None:
+            if at == place:
+                patch.setattr(*POINTS[point])
+            os.write(write_end, f"{at}:{work() or ''}\n".encode())
+
+        return os.WIFEXITED(in_child(armed))
+
+    def write(at: int) -> str:
+        process = writer._Writer()
+        for share in shares[NODES[at]]:
+            fd = site.vaults[at].open(share.slot)
+            assert fd is not None
+            process.slots[share.slot] = os.dup(fd)
+        given = [share.pack() for share in shares[NODES[at]]]
+        where = {"root": str(root), "name": name, "place": at, "node": NODES[at]}
+        digest: str = process.write(serial=1, version=list(version), shares=given, **where)["digest"]
+        return digest
+
+    try:
+        if not all(step(at, lambda at=at: write(at)) for at in range(len(NODES))):
+            return False
+        lines = os.read(read_end, 1 << 16).decode().split()
+        digests = [[int(at), digest] for at, digest in (line.split(":") for line in lines)]
+        what = {"run": ["run", "nonce"], "version": list(version), "world_size": len(PLACES), "reason": "test"}
+        return step(
+            0, lambda: own.publish(serial=2, root=str(root), name=name, digests=digests, keep=KEEP, **what) and ""
+        )
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+@pytest.mark.parametrize(("point", "place"), [(p, n) for p in POINTS for n in (0, 1) if n == 0 or p not in LEAD_ONLY])
+def test_writer_killed_at_a_point_costs_this_save_only(
+    point: str, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = Site()
+    assert save(site, tmp_path, site.capture(10), monkeypatch)
+    assert not save(site, tmp_path, site.capture(20), monkeypatch, point, place)
+
+    published = point == "between marker and retention"
+    complete = [found for found in list_checkpoints(tmp_path) if not found.problem]
+    assert [found.step for found in complete] == ([20, 10] if published else [10])
+    assert all(damaged_files(found) == [] for found in complete)
+
+    assert save(site, tmp_path, site.capture(30), monkeypatch)
+    (left,) = list_checkpoints(tmp_path)  # the one that was kept is gone now, and so is what was interrupted
+    assert left.step == 30
+    assert damaged_files(left) == []
+    reader = Reader(left.path)
+    assert torch.equal(reader.read({"w": reader.whole("model.w")})["w"], matrix(30))
