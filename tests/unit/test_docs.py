@@ -14,15 +14,14 @@ import pytest
 
 from p2pstate import errors
 from p2pstate.cli import _parser, main, p2prun
+from p2pstate.operating import OPERATING
 from rendezvous.types import EXIT_STOPPED
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 ALL = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
-COMMANDS = {
-    "p2prun": ("", "witness", "status", "stop", "assume-dead"),
-    "p2pstate": ("keygen", "verdict", "doctor", "plan", "data pack"),
-}
+PROGRAMS = {"p2prun": p2prun, "p2pstate": main}
+OF_P2PRUN = ("witness", *OPERATING)
 # Options of other programs, which the pages speak of.
 FOREIGN = {
     "docker": {"--build-arg"},
@@ -50,7 +49,7 @@ def commands(text: str) -> Iterator[list[str]]:
     """Words of the shell commands in indented blocks, lines that go on put together, without comments."""
     for block in re.findall(r"(?:^    .*\n?)+", text, re.MULTILINE):
         for line in re.sub(r"\\\n\s*", "", block).splitlines():
-            if line.split()[:1] and line.split()[0] in COMMANDS:
+            if line.split()[:1] and line.split()[0] in PROGRAMS:
                 yield shlex.split(line, comments=True)
 
 
@@ -64,17 +63,29 @@ def anchors(path: Path) -> set[str]:
     return {slug(heading) for heading in re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)}
 
 
-@pytest.fixture(scope="module")
-def known() -> set[str]:
-    """Every option that one of our commands takes, by their own help."""
+def help_of(program: str, *words: str) -> str:
     out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        for program, names in COMMANDS.items():
-            run = p2prun if program == "p2prun" else main
-            for name in names:
-                with contextlib.suppress(SystemExit):
-                    run([*name.split(), "--help"])
-    return set(OPTION.findall(out.getvalue()))
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        PROGRAMS[program]([*words, "--help"])
+    return out.getvalue()
+
+
+def subcommands(text: str) -> list[str]:
+    """The names that argparse lists under COMMAND or ACTION."""
+    listed = re.search(r"^  (?:COMMAND|ACTION)\n((?:    .*\n)+)", text, re.MULTILINE)
+    return re.findall(r"^    ([a-z-]+)", listed.group(1), re.MULTILINE) if listed else []
+
+
+@pytest.fixture(scope="module")
+def options_of() -> dict[str, set[str]]:
+    """The options of each of our commands, by their own help; a command is named with its program."""
+    texts = {"p2prun": help_of("p2prun")} | {f"p2prun {name}": help_of("p2prun", name) for name in OF_P2PRUN}
+    todo: list[tuple[str, ...]] = [("p2pstate",)]
+    while todo:
+        words = todo.pop()
+        texts[" ".join(words)] = text = help_of(*words)
+        todo += [(*words, name) for name in subcommands(text)]
+    return {name: set(OPTION.findall(text)) for name, text in texts.items()}
 
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
@@ -89,21 +100,21 @@ def test_docs_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
-def test_docs_name_only_options_that_exist(page: Path, known: set[str]) -> None:
+def test_docs_name_only_options_that_exist(page: Path, options_of: dict[str, set[str]]) -> None:
     named = {option for code in code_of(page.read_text()) for option in OPTION.findall(code)}
-    foreign = set().union(*FOREIGN.values())
-    assert not named - known - foreign
+    assert not named.difference(*options_of.values(), *FOREIGN.values())
 
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
-def test_docs_commands_are_ones_that_the_programs_take(page: Path, known: set[str]) -> None:
-    for program, *words in commands(page.read_text()):
-        if program == "p2prun" and words[0] not in COMMANDS["p2prun"]:
-            options = _parser().parse_args(words)  # ends the test where it does not understand
+def test_docs_commands_are_ones_that_the_programs_take(page: Path, options_of: dict[str, set[str]]) -> None:
+    for words in commands(page.read_text()):
+        if words[0] == "p2prun" and words[1] not in OF_P2PRUN:
+            options = _parser().parse_args(words[1:])  # ends the test where it does not understand
             assert options.script.endswith(".py")
-        else:
-            assert any(words[: len(name.split())] == name.split() for name in COMMANDS[program] if name), words
-            assert {word for word in words if word.startswith("--")} <= known
+            continue
+        found = max((name for name in options_of if words[: len(name.split())] == name.split()), key=len)
+        assert " " in found, f"no such command: {words}"
+        assert {word for word in words if word.startswith("--")} <= options_of[found], found
 
 
 @pytest.mark.parametrize("page", ALL, ids=lambda page: page.name)
