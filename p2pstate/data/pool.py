@@ -73,6 +73,7 @@ class InProcess:
 
     def __init__(self, spec: Spec) -> None:
         self._fetcher = make_fetcher(spec)
+        self._before = dict(COUNTERS)  # what others in this process have counted
         self._serial = 0
         self._tasks: dict[int, Any] = {}
 
@@ -99,7 +100,8 @@ class InProcess:
         except SampleError as error:
             wrap(error, "in the trainer's process").reraise()
             raise AssertionError("not reached") from error
-        return Done(value, state, dict(COUNTERS)), None
+        counters = {name: amount - self._before.get(name, 0.0) for name, amount in COUNTERS.items()}
+        return Done(value, state, counters), None
 
     def cancel(self) -> None:
         self._tasks.clear()
