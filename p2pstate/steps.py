@@ -40,6 +40,8 @@ from p2pstate.rounds import Rounds
 from p2pstate.state import TrainingState
 from p2pstate.stepping import Stepping
 from p2pstate.trace import Doing
+from p2pstate.types import NOTHING_RAISED
+from p2pstate.user_errors import clear_wrappers, describe, leaves_by_exception, looping_code, signature
 from p2pstate.worker.context import WorkerContext
 
 __all__ = ["Loop"]
@@ -126,7 +128,7 @@ class Loop:
     def _turns(self, steps: int | None) -> Iterator[tuple[Any, ...]]:
         """The arguments of one block per turn, until ``steps`` steps are committed or the data ends."""
         self._enter_loop()
-        done = False
+        done, code = False, looping_code()
         try:
             while not done:
                 faulted = STATUS.error is not None or self._discard_pending
@@ -148,15 +150,25 @@ class Loop:
                     else:
                         done = self._data_ended()
                     continue
+                except Exception as error:
+                    if not self._raised(self.step + 1, error):
+                        raise
+                    continue
                 self._turn_open = True
                 yield batch
                 self._turn_open = False
         except GeneratorExit:
-            # The user left by break or return: every rank has to do so at the same step.
             self._turn_open = False
-            if self._discard_pending or self._must_join or not self._finish():
-                self._context.left_early = self._where or "state.run"
+            if self._context.failing or leaves_by_exception(code):
+                self._context.unfinished = self._left
+            else:
+                self._left()
             raise
+
+    def _left(self) -> None:
+        """The user left by break or return: every rank has to do so at the same step."""
+        if self._discard_pending or self._must_join or not self._finish():
+            self._context.left_early = self._where or "state.run"
 
     def _is_over(self, steps: int | None) -> bool:
         limits = [limit for limit in (steps, self._end_step) if limit is not None]
@@ -186,16 +198,11 @@ class Loop:
         STATUS.trace.do(Doing.BETWEEN)
         METER.step_ends()
         self._stepping.end()
+        if isinstance(error, StepDiscarded):
+            self._discard_pending = True
+            return True
         if error is not None:
-            if isinstance(error, StepDiscarded):
-                self._discard_pending = True
-                return True
-            if STATUS.error is not None and isinstance(error, Exception):
-                print("p2pstate: an exception in a step that is discarded anyway:", file=sys.stderr)
-                traceback.print_exception(error)
-                self._discard_pending = True
-                return True
-            return False
+            return self._raised(block.number, error)
         if self._must_join:
             self._rehearsals.num_steps += block.boundary  # a micro-batch of its own is no step
         elif not self._stepping.finish(block):
@@ -204,12 +211,37 @@ class Loop:
             self._commit(block, block.voted)
         return False
 
+    def _raised(self, number: int, error: BaseException) -> bool:
+        """The user's code has raised in step ``number``. True: the step is discarded, and tried again. False: the
+        exception ends the script. Does not return where another process has to try."""
+        context, where = self._context, signature(error)
+        discarded_anyway = STATUS.error is not None
+        known = number == 1 or context.raised == (number, where)  # nothing has worked yet, or it was tried in vain
+        if self._must_join or context.raised is None or (known and not discarded_anyway):
+            context.failing = True
+            return False
+        print(f"p2pstate: an exception in step {number}, which is discarded and tried again:", file=sys.stderr)
+        traceback.print_exception(error)
+        text = describe(error)
+        leaving = isinstance(error, SystemExit | KeyboardInterrupt)
+        STATUS.fail(P2PStateError(f"rank {context.rank} raised {text} in step {number}"))
+        leaving = leaving or not clear_wrappers(self._models, error)
+        if not discarded_anyway:
+            context.raised = number, where
+            self._link.send("raised", epoch=STATUS.epoch, step=number, where=where, text=text, leaving=leaving)
+        if leaving:
+            context.leave(f"it raised {text} in step {number}, which only another process can try again")
+        self._discard_pending = True
+        return True
+
     def _commit(self, block: StepBlock, voted: Ballot) -> None:
         block.committed = True
         block.again = block.number <= self._newest_yielded
         self.step = block.number
         STATUS.trace.commit(self.step)
         self._rehearsals.num_steps += 1
+        if self._context.raised is not None and self._context.raised[0] == self.step:
+            self._context.raised = NOTHING_RAISED
         seconds = time.monotonic() - self._block_began
         known_s = self._stepping.step_s
         METER.committed(known_s, repeated=block.again or (self._beyond is not None and block.number <= self._beyond))

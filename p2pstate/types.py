@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["Part", "RoundInfo", "SlotRecord", "Start", "Version", "Worker"]
+__all__ = ["NOTHING_RAISED", "Part", "RoundInfo", "SlotRecord", "Start", "Version", "Worker"]
+
+
+NOTHING_RAISED = (0, "")  # step and signature of a user's exception; see user_errors.py
 
 
 class Version(NamedTuple):

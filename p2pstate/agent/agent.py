@@ -33,7 +33,7 @@ from p2pstate.agent.supervisor import Failure, Phase, Supervisor, WorkerProcess,
 from p2pstate.agent.watchdog import Watchdog
 from p2pstate.agent.weaknesses import Weaknesses
 from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY, EXIT_STATE_LOST
-from p2pstate.types import RoundInfo, Start
+from p2pstate.types import NOTHING_RAISED, RoundInfo, Start
 from p2pstate.vault import Vault
 from rendezvous.channel import Message
 from rendezvous.config import Config
@@ -79,6 +79,7 @@ class Agent:
         self._aborted_round = 0
         self._lineage: dict[int, list[int]] = {}
         self._saves = Saves(self.node, self._supervisor, self._vault, self.events, config.name)
+        self._raised: dict[int, tuple[int, str]] = {}  # by rank: what it raised last in a step
         self._requests = Requests(self.node, self._supervisor.tell, self._vault, self._lineage)
         self._done_places: dict[int, set[int]] = {}  # round -> places whose workers have all finished
         self._known_step = -1  # newest committed step that any member has told of
@@ -348,6 +349,21 @@ class Agent:
 
         self.node.call_later(ERROR_GRACE_S, still_unexplained)
 
+    def _on_raised(self, worker: WorkerProcess, epoch: int, step: int, where: str, text: str, leaving: bool) -> None:
+        """The user's code has raised in a step, which is discarded everywhere and tried again, once."""
+        assert worker.rank is not None
+        self._raised[worker.rank] = step, where
+        how = "by another process" if leaving else "in place"
+        sentence = f"rank {worker.rank} raised {text} in step {step}, which is tried again {how}"
+        self.events.emit("raised", sentence, rank=worker.rank, step=step, text=text, leaving=leaving)
+        if not leaving and self._info is not None and epoch == self._info.epoch:
+            self._want_round(f"rank {worker.rank} raised {text} in step {step}")
+
+    def _raised_by(self, rank: int) -> tuple[int, str]:
+        """What ended the step that is tried next."""
+        raised = self._raised.get(rank, NOTHING_RAISED)
+        return raised if raised[0] > self._known_step else NOTHING_RAISED
+
     def _on_start_over(self, worker: WorkerProcess, epoch: int, start: str, reason: str) -> None:
         if self._info is not None and epoch == self._info.epoch:
             self._start_over = start if start in (Start.FRESH, Start.RESTART) else Start.FRESH
@@ -420,7 +436,9 @@ class Agent:
         assert self._info is not None
         spare.epoch = self._info.epoch
         job = self._job
-        message = assignment(self._info, rank, job.num_workers, fresh=fresh, aborted=self._round_is_over())
+        message = assignment(
+            self._info, rank, job.num_workers, fresh=fresh, aborted=self._round_is_over(), raised=self._raised_by(rank)
+        )
         message["seconds"] = self.events.ledger.of_rank(rank)
         message |= {"script": job.script, "args": list(job.args), "module": job.module}
         local_rank = message["local_rank"]

@@ -65,9 +65,17 @@ def ranks_of(place: int | None, num_local: int) -> range:
     return range(0) if place is None else range(place * num_local, (place + 1) * num_local)
 
 
-def assignment(info: RoundInfo, rank: int, num_local: int, *, fresh: bool, aborted: bool) -> dict[str, Any]:
+def assignment(
+    info: RoundInfo,
+    rank: int,
+    num_local: int,
+    *,
+    fresh: bool,
+    aborted: bool,
+    raised: tuple[int, str] | None = None,
+) -> dict[str, Any]:
     """The message that makes a process ``rank``. ``fresh``: it starts connected, with all others; else alone.
-    ``aborted``: the round is over already, the next one will be told."""
+    ``aborted``: the round is over already, the next one will be told. ``raised``: see WorkerContext."""
     worker = info.workers[rank]
     environ = {
         "RANK": str(rank),
@@ -94,4 +102,5 @@ def assignment(info: RoundInfo, rank: int, num_local: int, *, fresh: bool, abort
         "restore": fresh and info.start == Start.RESTART,
         "round": None if aborted else info.pack(),
         "environ": environ,
+        "raised": raised,
     }

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NoReturn
 
-from p2pstate.errors import ConfigError
+from p2pstate.errors import EXIT_RETRY, ConfigError
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.status import Status
 from p2pstate.placement import partners, wards
@@ -35,7 +37,18 @@ class WorkerContext:
     rerunning: bool = False  # inside a restartable function
     num_meetings: int = 0  # of all ranks of a round, before they capture anything (see meeting.py)
     copies: int = 1  # of each shard, besides the own node's
+    # Step and signature of what the user's code raised last in this rank; None: whoever started it wants to see it end.
+    raised: tuple[int, str] | None = None
+    unfinished: Callable[[], None] | None = None  # agrees on the end of a loop that was left, perhaps by an exception
+    failing: bool = False  # the script ends by an exception: nobody waits for its loop any more
     left_early: str = ""  # where a loop was left while its step was being discarded
+
+    def leave(self, reason: str) -> NoReturn:
+        """End this process, for another one to take its rank."""
+        self.link.send("failed", code=EXIT_RETRY, text=reason, innocent=True)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_RETRY)
 
     @property
     def under_torchrun(self) -> bool:

@@ -50,6 +50,7 @@ def prepare(link: Link, assignment: dict[str, Any]) -> WorkerContext:
         fresh=assignment["fresh"],
         restore=assignment["restore"],
         info=RoundInfo.unpack(assignment["round"]) if assignment["fresh"] else None,
+        raised=tuple(assignment["raised"]) if assignment["raised"] is not None else None,
     )
     METER.restart("startup", assignment["seconds"])
     if not context.fresh or context.restore:

@@ -20,6 +20,7 @@ import torch
 from p2pstate.errors import EXIT_CONFIG, ConfigError
 from p2pstate.groups.status import STATUS
 from p2pstate.observe.meter import METER
+from p2pstate.worker.context import WorkerContext
 from p2pstate.worker.entering import prepare
 from p2pstate.worker.link import Link
 from rendezvous.channel import Channel
@@ -35,7 +36,9 @@ def worker_main(sock: socket.socket) -> int:
     assert assignment is not None
     context = prepare(link, assignment)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    code, text = _run_script(assignment["script"], assignment["args"], assignment["module"])
+    code, text = _run_script(assignment["script"], assignment["args"], assignment["module"], context)
+    if code == 0 and context.unfinished is not None:
+        context.unfinished()
     if code == 0 and context.left_early:
         code = 1
         text = (
@@ -43,6 +46,8 @@ def worker_main(sock: socket.socket) -> int:
             "agreed that it ends: all workers start again"
         )
         print(f"p2pstate: {text}", file=sys.stderr)
+    if code == 0 and context.failing:
+        code, text = 1, "the script ended in the middle of a step, with exit code 0"
     sys.stdout.flush()
     sys.stderr.flush()
     _run_exit_handlers()
@@ -74,7 +79,7 @@ def _run_exit_handlers() -> None:
         traceback.print_exc()
 
 
-def _run_script(script: str, args: list[str], is_module: bool) -> tuple[int, str]:
+def _run_script(script: str, args: list[str], is_module: bool, context: WorkerContext) -> tuple[int, str]:
     """Run it as ``__main__``. Returns (exit code, traceback or reason)."""
     sys.argv = [script, *args]
     try:
@@ -87,11 +92,13 @@ def _run_script(script: str, args: list[str], is_module: bool) -> tuple[int, str
     except SystemExit as error:
         if error.code is None or error.code == 0:
             return 0, ""
+        context.failing = True
         if isinstance(error.code, int):
             return error.code, f"sys.exit({error.code})"
         print(error.code, file=sys.stderr)
         return 1, str(error.code)
     except BaseException as error:
+        context.failing = True
         text = "".join(traceback.format_exception(type(error), error, _from_script(error.__traceback__)))
         print(text, file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1, text

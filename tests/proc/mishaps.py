@@ -1,0 +1,78 @@
+"""Runs of scripts/mishaps.py on two nodes of two workers, from their start to their end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster import Cluster
+
+SCRIPT = str(Path(__file__).with_name("scripts") / "mishaps.py")
+DEADLINE_S = 120.0  # only what never ends takes this long
+NUM_STEPS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """``pids``: the process that committed each step last, by rank. ``logs``: what all processes of a rank wrote."""
+
+    codes: Mapping[str, int | None]
+    digests: list[str]
+    pids: list[dict[int, int]]
+    events: list[dict[str, Any]]
+    folder: Path
+    log_tails: str
+
+    def all(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    def replaced(self) -> list[int]:
+        """Ranks that got another process, in order."""
+        return [event["rank"] for event in self.all("worker_started")][4:]
+
+    def log(self, rank: int) -> str:
+        return "".join(path.read_text() for path in sorted(self.folder.glob(f"run/logs/*/{rank}.*.log")))
+
+
+def train(
+    folder: Path, environ: dict[str, str], *mishaps: str, args: tuple[str, ...] = (), floor_s: float = 0.6
+) -> Outcome:
+    """Fails unless the run ends, with nothing left behind."""
+    out = folder / "out"
+    out.mkdir(parents=True)
+    specs = [part for mishap in mishaps for part in ("--mishap", mishap)]
+    script = [
+        "--hang-floor",
+        str(floor_s),
+        "--give-up-after",
+        "5",
+        SCRIPT,
+        "--out",
+        str(out),
+        "--steps",
+        str(NUM_STEPS),
+    ]
+    script += [*specs, *args]
+    with Cluster(folder / "run", script, num_training=2, num_spares=0, num_workers=2, environ=environ) as cluster:
+        deadline = time.monotonic() + DEADLINE_S
+        while cluster.running():
+            assert time.monotonic() < deadline, f"the run does not end\n{cluster.log_tails()}"
+            time.sleep(0.02)
+        assert [left for left in cluster.leftovers() if "/dev/shm" not in left] == []
+        found = [out / f"digest-{rank}" for rank in range(4)]
+        return Outcome(
+            cluster.exit_codes(),
+            [path.read_text() for path in found if path.exists()],
+            [_pids(out / f"steps-{rank}") for rank in range(4)],
+            cluster.events.new(),
+            folder,
+            cluster.log_tails(),
+        )
+
+
+def _pids(path: Path) -> dict[int, int]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return {int(step): int(pid) for step, pid in (line.split() for line in lines)}

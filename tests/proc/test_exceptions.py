@@ -1,0 +1,56 @@
+"""Exceptions of the user's code: a step is tried again, in place or by another process, and a failure that stays ends
+the run with its traceback."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from mishaps import NUM_STEPS, train
+
+WELL = {"node0": 0, "node1": 0}
+
+
+@pytest.mark.parametrize(
+    ("args", "mishaps", "replaced"),
+    [
+        # DDP cannot be brought back from the middle of backward; who wants to exit is let go
+        (
+            (),
+            [
+                *("6:1:forward-raise", "10:2:backward-raise", "14:3:fetch-raise", "18:0:after-odd"),
+                *("22:1:forward-exit", "26:3:forward-interrupt", "30:0:forward-raise", "30:2:forward-raise"),
+            ],
+            [2, 1, 3],
+        ),
+        (("--fsdp",), ["6:1:forward-odd", "10:2:backward-raise", "14:0:backward-raise", "18:3:after-raise"], []),
+    ],
+    ids=["ddp", "fsdp"],
+)
+def test_step_that_raises_is_tried_again_and_training_ends_identical(
+    args: tuple[str, ...], mishaps: list[str], replaced: list[int], tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    undisturbed = train(tmp_path / "undisturbed", fork_server, args=args)
+    outcome = train(tmp_path / "disturbed", fork_server, *mishaps, args=args)
+    assert undisturbed.codes == outcome.codes == WELL, outcome.log_tails
+    assert outcome.replaced() == replaced, outcome.log_tails
+    assert len({event["step"] for event in outcome.all("raised")}) == len({spec.split(":")[0] for spec in mishaps})
+    assert all(list(steps) == list(range(1, NUM_STEPS + 1)) for steps in outcome.pids)
+    assert outcome.digests == undisturbed.digests
+
+
+@pytest.mark.parametrize(("where", "num_tries", "newest_step"), [("both", 2, 7), ("body", 1, 7)])
+def test_exception_that_stays_ends_the_run_with_the_traceback_of_its_rank(
+    where: str, num_tries: int, newest_step: int, tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    """In a step it is tried again; the loop's body, which cannot be, ends at once."""
+    outcome = train(tmp_path, fork_server, f"8:2:{where}-raise")
+    assert outcome.codes == {"node0": 1, "node1": 1}, outcome.log_tails
+    assert "rank 2 failed in user code: ZeroDivisionError: raised on purpose" in outcome.log_tails
+    log = outcome.log(2)
+    assert log.count("Traceback (most recent call last)") == num_tries
+    last_lines = log.rpartition("Traceback")[2].strip().splitlines()[-2:]
+    assert last_lines[0].strip() == 'raise ZeroDivisionError("raised on purpose")'
+    assert last_lines[1] == "ZeroDivisionError: raised on purpose"
+    assert not any("Traceback" in outcome.log(rank) for rank in (0, 1, 3))
+    assert max(outcome.pids[2]) == newest_step
