@@ -57,6 +57,9 @@ class Job:
         self._slurm.wait_for(reached, f"step {step} of job {self.id}")
         return next(event for event in reversed(self._seen) if event["event"] == "view")
 
+    def first_step(self) -> int:
+        return min(event["step"] for event in self._seen if event["event"] == "step")
+
     def end(self) -> dict[str, str]:
         """What Slurm says when the job has ended."""
         return self._slurm.wait_for(
@@ -98,11 +101,14 @@ def test_slurm_job_goes_on_bit_for_bit_when_a_worker_and_a_nodes_whole_step_die(
 def test_slurm_job_near_its_time_limit_is_queued_again_and_goes_on_and_a_cancelled_one_is_not(
     slurm: SlurmCluster, tmp_path: Path
 ) -> None:
-    job = Job(slurm, tmp_path, *SCRIPT, "--steps", "100000")
-    job.view_at_step(5)
+    checkpoints = tmp_path / "checkpoints"
+    disk = ("--checkpoint", str(checkpoints), "--checkpoint-every", "10")
+    job = Job(slurm, tmp_path, *SCRIPT, "--steps", "100000", *disk)
+    slurm.wait_for(lambda: any(checkpoints.glob("*/.metadata")), "a checkpoint is complete")
     slurm.run("scancel", "--signal=TERM", job.id)  # what --signal=TERM@120 makes Slurm do
     slurm.wait_for(lambda: slurm.job(job.id)["Restarts"] == "1", "the job is queued again")
-    job.attempt(1).view_at_step(5)
+    job.attempt(1).view_at_step(1)
+    assert job.first_step() > 10
     slurm.run("scancel", job.id)
     ended = job.end()
     assert (ended["JobState"], ended["Restarts"]) == ("CANCELLED", "1"), job.output()
