@@ -171,6 +171,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     node.add_argument("--max-restarts", type=int, default=1000, metavar="N", help="workers replaced before giving up")
     node.add_argument(
+        "--max-tries-per-step", type=int, default=20, metavar="N", help="end a run that fails so often at one step"
+    )
+    node.add_argument(
+        "--max-faults-per-hour", type=int, default=500, metavar="N", help="end a run that fails more often"
+    )
+    node.add_argument(
         "--give-up-after",
         type=float,
         default=60.0,
@@ -219,6 +225,8 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         quiet=options.quiet and options.run_dir is not None,
         max_restarts=options.max_restarts,
         max_rounds_without_progress=MAX_ROUNDS_WITHOUT_PROGRESS,
+        max_tries_per_step=options.max_tries_per_step,
+        max_faults_per_hour=options.max_faults_per_hour,
         give_up_s=options.give_up_after,
         join_timeout_s=options.join_timeout,
         spare_wait_s=options.spare_wait,

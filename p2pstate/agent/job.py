@@ -20,6 +20,8 @@ class Job:
     quiet: bool
     max_restarts: int
     max_rounds_without_progress: int
+    max_tries_per_step: int
+    max_faults_per_hour: int
     give_up_s: float
     join_timeout_s: float
     spare_wait_s: float

@@ -38,24 +38,17 @@ class Outcome:
 
 
 def train(
-    folder: Path, environ: dict[str, str], *mishaps: str, args: tuple[str, ...] = (), floor_s: float = 0.6
+    folder: Path,
+    environ: dict[str, str],
+    *mishaps: str,
+    args: tuple[str, ...] = (),
+    options: tuple[str, ...] = ("--hang-floor", "0.6"),
 ) -> Outcome:
     """Fails unless the run ends, with nothing left behind."""
     out = folder / "out"
     out.mkdir(parents=True)
     specs = [part for mishap in mishaps for part in ("--mishap", mishap)]
-    script = [
-        "--hang-floor",
-        str(floor_s),
-        "--give-up-after",
-        "5",
-        SCRIPT,
-        "--out",
-        str(out),
-        "--steps",
-        str(NUM_STEPS),
-    ]
-    script += [*specs, *args]
+    script = [*options, SCRIPT, "--out", str(out), "--steps", str(NUM_STEPS), *specs, *args]
     with Cluster(folder / "run", script, num_training=2, num_spares=0, num_workers=2, environ=environ) as cluster:
         deadline = time.monotonic() + DEADLINE_S
         while cluster.running():

@@ -1,5 +1,5 @@
-"""Exceptions of the user's code: a step is tried again, in place or by another process, and a failure that stays ends
-the run with its traceback."""
+"""Failures of the user's code: a step is tried again, in place or by another process, and a failure that stays ends the
+run with its reason."""
 
 from __future__ import annotations
 
@@ -54,3 +54,12 @@ def test_exception_that_stays_ends_the_run_with_the_traceback_of_its_rank(
     assert last_lines[1] == "ZeroDivisionError: raised on purpose"
     assert not any("Traceback" in outcome.log(rank) for rank in (0, 1, 3))
     assert max(outcome.pids[2]) == newest_step
+
+
+def test_step_that_kills_its_rank_each_time_ends_the_run_by_its_budget(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    outcome = train(tmp_path, fork_server, "8:2:both-die", options=("--max-tries-per-step", "3"))
+    assert outcome.codes == {"node0": 75, "node1": 75}, outcome.log_tails
+    assert "step 8 failed 3 times in a row (--max-tries-per-step 3); the last reason was: rank 2" in outcome.log_tails
+    assert outcome.replaced()[:2] == [2, 2]
