@@ -26,7 +26,9 @@ lint: $(VENV)/ready
 	$(BIN)/python -m pytest -q tests/unit/test_layout_imports.py
 
 bench: $(VENV)/ready
-	@$(BIN)/python bench/recovery.py $(ARGS)
+	@$(BIN)/python bench/recovery.py --quick $(ARGS)
+	@$(BIN)/python bench/overhead.py --quick
+	@$(BIN)/python bench/rendezvous.py --quick
 
 venv: $(VENV)/ready
 

@@ -13,6 +13,7 @@ events.py          what can happen to the core
 effects.py         what the core asks the outside to do
 suspicion.py       when a suspect is dead
 membership.py      who is alive, suspect, dead, gone
+rumours.py         news in large groups
 detector.py        probes, indirect probes, proof of death
 views.py           whose votes are enough, and which view comes next
 agreement.py       one decision per epoch

@@ -52,7 +52,11 @@ class Decider(Protocol):
 
 @dataclass(slots=True)
 class Proposal:
-    """An own ballot under way. `view` is None in the first phase; `collected`: the time for late ballots is over."""
+    """An own ballot under way. `view` is None in the first phase.
+
+    `given_up`: the time in which members taken for dead may show that they live is over; `collected`: that for late
+    ballots is.
+    """
 
     ballot: Ballot
     started_s: float
@@ -60,6 +64,7 @@ class Proposal:
     promises: dict[MemberKey, Promise] = field(default_factory=dict)
     votes: set[MemberKey] = field(default_factory=set)
     view: View | None = None
+    given_up: bool = False
     collected: bool = False
 
 
@@ -143,6 +148,7 @@ class Agreement:
         if proposal is None:
             return
         if proposal.view is None:
+            proposal.given_up = now >= proposal.started_s + self._timing.probe_timeout_s
             proposal.collected = now >= proposal.started_s + self._timing.collect_s
             self._maybe_accept_phase(now)
         if self.proposal is proposal and now >= proposal.started_s + self._timing.attempt_s:
@@ -159,6 +165,8 @@ class Agreement:
         due_s = min(proposal.resend_s, proposal.started_s + self._timing.attempt_s)
         if proposal.view is None and not proposal.collected:
             due_s = min(due_s, proposal.started_s + self._timing.collect_s)
+        if proposal.view is None and not proposal.given_up:
+            due_s = min(due_s, proposal.started_s + self._timing.probe_timeout_s)
         return due_s
 
     def _send_requests(self, now: float) -> None:
@@ -198,10 +206,18 @@ class Agreement:
         """
         proposal = self.proposal
         assert proposal is not None
+        if now < proposal.started_s + self._timing.collect_s:
+            if len(proposal.promises) < self._membership.num_alive() - 1:
+                return  # without looking who: somebody is missing
+            alive = [r.member.key for r in self._membership.others() if r.status is Status.ALIVE]
+            if any(key not in proposal.promises for key in alive):
+                return
+            # A rumour of death may come from the other side of a healed partition: the request is a probe, too.
+            if now < proposal.started_s + self._timing.probe_timeout_s and any(
+                record.status is Status.DEAD and record.member.key not in proposal.promises for record in self.voters()
+            ):
+                return
         if not self.has_quorum(self._promise_votes(proposal)):
-            return
-        alive = [r.member.key for r in self._membership.others() if r.status is Status.ALIVE]
-        if now < proposal.started_s + self._timing.collect_s and any(key not in proposal.promises for key in alive):
             return
         view = self._choose(proposal, now)
         if view is None:

@@ -69,8 +69,13 @@ class Timing:
         return 0.5 * self.probe_interval_s
 
     @property
+    def rumour_s(self) -> float:
+        """In a large group, news is handed on this often."""
+        return 0.1 * self.probe_interval_s
+
+    @property
     def sync_interval_s(self) -> float:
-        """Full tables are exchanged with one member this often, whatever gossip lost."""
+        """The table is compared with that of one member this often, whatever gossip lost."""
         return 8 * self.probe_interval_s
 
     @property

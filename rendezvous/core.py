@@ -57,11 +57,13 @@ from rendezvous.messages import (
     StoreCall,
     StoreResult,
     Sync,
+    TableDigest,
     Update,
     ViewWanted,
     Wanted,
 )
 from rendezvous.motives import Motives
+from rendezvous.rumours import Rumours
 from rendezvous.types import Member, MemberKey, Verdict, View
 from rendezvous.views import Sizes
 from rendezvous.wire import MAX_PROGRESS_BYTES, Envelope, pack
@@ -94,6 +96,7 @@ class Core:
         self.view: View | None = None  # the newest view that contains this node
         self._evicted = False
         self._fences = Fences(self.membership, self.agreement, timing, self._out)
+        self._rumours = Rumours(self.membership, timing, rng, self._out, now)
         self._joining = Joining(self.membership, self.detector, timing, self._out, now)
         self._last_tick_s = now
         self._next_sync_s = now + timing.sync_interval_s
@@ -116,6 +119,7 @@ class Core:
     def next_deadline_s(self) -> float:
         """When the next Tick is due. What is overdue then is dealt with by that Tick, so the node never spins."""
         times = [self._last_tick_s + self._timing.probe_interval_s / 2, self.detector.next_deadline_s()]
+        times.append(self._rumours.next_deadline_s())
         if self._may_propose():
             times += [self.agreement.next_deadline_s(), self.motives.next_deadline_s()]
         return min(times)
@@ -187,13 +191,14 @@ class Core:
         if self._may_propose():
             self.agreement.tick(now)
             self._fences.tick(now)
+        self._rumours.tick(now)
         if not self._evicted:
             self._joining.tick(now)
         if now >= self._next_sync_s:
             self._next_sync_s = now + self._timing.sync_interval_s
             others = sorted((r for r in self.membership.others() if not r.ended), key=lambda r: r.member.key)
             if others:
-                self._out.send(self._rng.choice(others).member, self._sync(reply=True))
+                self._out.send(self._rng.choice(others).member, TableDigest(self.membership.digest))
 
     # -- messages ---------------------------------------------------------------------------------------------------
 
@@ -266,6 +271,9 @@ class Core:
             case ViewWanted():
                 if self.newest is not None and self.newest.epoch > message.epoch:
                     self._out.send(sender, Decided(self.newest))
+            case TableDigest():
+                if message.digest != self.membership.digest:
+                    self._out.send(sender, self._sync(reply=True))
             case Wanted():
                 self.motives.wanted_by(sender, message, now)
             case AppMessage() | StoreCall() | StoreResult():
@@ -310,7 +318,7 @@ class Core:
     def _apply_all(self, updates: tuple[Update, ...], now: float) -> None:
         for update in updates:
             if self.membership.apply(update, now) and update.status is Status.SUSPECT:
-                self.detector.urgent(update.member.key, now)
+                self.detector.confirm(update.member.key, now)
 
     def _beat(self, to: Record) -> Beat:
         updates = self.membership.take_news()

@@ -4,13 +4,14 @@ Flows in: ticks, acks, lost connections, results of connection checks. Flows out
 and judgements in the membership table.
 Invariants: silence leads to SUSPECT first and never to proof; only a refused connection at an address that the member
 declares its host's own is proof; time during which this node itself was stalled counts against nobody.
-Limits: every member probes each other one within NUM_ROUNDS probe intervals, so traffic grows with the square of the
-number of members; fine for some hundred nodes.
+What a member sends between failures does not depend on how many there are: it probes NUM_TARGETS others in each probe
+interval, and so is probed by as many on average.
+Limits: in a large group a member may be probed by nobody for an interval or two, which adds to the time until its
+silence is noticed.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,9 +22,9 @@ from rendezvous.membership import Membership, Record
 from rendezvous.messages import Ack, Beat, IndirectAck, Ping, PingRequest, Status
 from rendezvous.types import MemberKey
 
-MIN_TARGETS = 3
-NUM_ROUNDS = 5
+NUM_TARGETS = 4
 NUM_RELAYS = 3
+NUM_CONFIRMING = 16
 MAX_HEALTH = 4
 # A dying process closes its connections before its listening socket: a check may come too early, so it is repeated.
 _REDIAL_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
@@ -86,9 +87,9 @@ class Detector:
         self._probes.clear()
         self._next_probe_s = now
         self.health = min(MAX_HEALTH, self.health + 1)
-        for record in self._membership.others():
-            if record.suspicion is not None:
-                record.suspicion.postpone(by_s)
+        for record in self._membership.suspects.values():
+            assert record.suspicion is not None
+            record.suspicion.postpone(by_s)
 
     def tick(self, now: float) -> None:
         if self._membership.refuted > self._num_refuted:
@@ -108,6 +109,12 @@ class Detector:
         record = self._membership.records.get(key)
         if record is not None and not record.ended and all(p.target != key for p in self._probes.values()):
             self._probe(record, now)
+
+    def confirm(self, key: MemberKey, now: float) -> None:
+        """Somebody suspects `key`: look at once, or, in a large group, let some others do so."""
+        num_live = self._membership.num_live()
+        if num_live <= NUM_CONFIRMING or self._rng.random() * num_live < NUM_CONFIRMING:
+            self.urgent(key, now)
 
     def on_ping(self, sender: Record, message: Ping) -> None:
         self._out.send(sender.member, Ack(message.seq, self._beat(sender)))
@@ -178,14 +185,13 @@ class Detector:
         records = self._membership.records
         live = {record.member.key for record in self._membership.live()}
         self._order = [key for key in self._order if key in live]
-        num_targets = max(MIN_TARGETS, math.ceil(len(live) / NUM_ROUNDS))
-        if len(self._order) < min(num_targets, len(live)):
+        if len(self._order) < min(NUM_TARGETS, len(live)):
             fresh = sorted(live - set(self._order))
             self._rng.shuffle(fresh)
             self._order += fresh
-        chosen, self._order = self._order[:num_targets], self._order[num_targets:]
-        silent = sorted(r.member.key for r in self._membership.others() if r.status is Status.DEAD)
-        if silent:
+        chosen, self._order = self._order[:NUM_TARGETS], self._order[NUM_TARGETS:]
+        if self._membership.num_silent():
+            silent = sorted(r.member.key for r in self._membership.others() if r.status is Status.DEAD)
             chosen.append(self._rng.choice(silent))
         return [records[key] for key in chosen]
 
@@ -223,7 +229,7 @@ class Detector:
     def _end_suspicions(self, now: float) -> None:
         num_live = self._membership.num_live()
         bounds = self._timing.suspicion_min_s, self._timing.suspicion_max_s
-        for record in list(self._membership.others()):
+        for record in list(self._membership.suspects.values()):
             if record.suspicion is not None and now >= record.suspicion.deadline_s(num_live, *bounds):
                 reason = f"silent for {now - record.heard_s:.2f} s"
                 self._membership.judge(record.member.key, Status.DEAD, reason, now)

@@ -42,7 +42,7 @@ class Fences:
     def _missed(self) -> list[Record]:
         """Silent members without whom nothing can be decided; none while the others suffice."""
         view = self._agreement.view
-        if view is None or not self._agreement.is_voter():
+        if not self._membership.num_silent() or view is None or not self._agreement.is_voter():
             return []
         records = [record for record in self._membership.others() if record.member.key in view.keys]
         silent = [record for record in records if record.status is Status.DEAD]

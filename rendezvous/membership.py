@@ -5,13 +5,17 @@ gossip.
 Invariants: LEFT, GONE and FENCED are for ever and only get worse; otherwise the higher refutation number wins and at
 equal numbers the worse status; only a member itself raises its refutation number. So tables that saw the same updates
 in any order are equal.
-Limits: records of gone members are kept (late gossip must not revive them), at most MAX_GONE of them.
+Limits: records of gone members are kept (late gossip must not revive them), at most MAX_GONE of them. In a group of
+more than BROADCAST_LIMIT, who has news does not send it to everybody: it is handed on (rumours.py).
 """
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +25,10 @@ from rendezvous.suspicion import Suspicion
 from rendezvous.types import Change, Member, MemberChange, MemberKey, Role
 
 MAX_GONE = 2048
+BROADCAST_LIMIT = 32
 _PIGGYBACK = 8
+_NO_PROGRESS: Mapping[str, Any] = {}
+_DIGEST_MASK = 2**63 - 1
 _CHANGES = {
     Status.ALIVE: Change.ALIVE,
     Status.SUSPECT: Change.SUSPECT,
@@ -45,7 +52,7 @@ class Record:
     since_s: float
     heard_s: float
     epoch: int = 0
-    progress: Mapping[str, Any] = field(default_factory=dict)
+    progress: Mapping[str, Any] = field(default_factory=lambda: _NO_PROGRESS)
     progress_s: float = 0.0
     suspicion: Suspicion | None = None
 
@@ -62,16 +69,26 @@ class Record:
 
 
 class Membership:
-    """The table. Its owner is the core; `version` grows with each change of a status."""
+    """The table. Its owner is the core; `version` grows with each change of a status.
+
+    `suspects` are the records with a suspicion. Sums over the table are kept up to date, so that none is made anew for
+    each message.
+    """
 
     def __init__(self, me: Member, out: Outbox, now: float) -> None:
         self.me = me
         self.version = 0
+        self.suspects: dict[MemberKey, Record] = {}
+        self.digest = 0
+        self._counts = [0] * len(Status)
+        self._gone: set[MemberKey] = set()
+        self._fenced: set[MemberKey] = set()
         self._out = out
         self._own = Record(me, Status.ALIVE, 0, "", False, me.name, now, now)
         self.records: dict[MemberKey, Record] = {me.key: self._own}
         self._news: dict[MemberKey, tuple[Update, int]] = {}
         self.refuted = 0
+        self._enter(self._own)
 
     @property
     def refutation(self) -> int:
@@ -90,15 +107,48 @@ class Membership:
         return [record for record in self.others() if record.live]
 
     def num_live(self) -> int:
-        return sum(record.live for record in self.records.values())
+        return self._counts[Status.ALIVE] + self._counts[Status.SUSPECT]
 
-    def gone(self) -> frozenset[MemberKey]:
-        """Members that certainly never propose again, as far as is proven."""
-        return frozenset(key for key, record in self.records.items() if record.ended and record.proof)
+    def num_silent(self) -> int:
+        """Members whose suspicion has grown old."""
+        return self._counts[Status.DEAD]
 
-    def fenced(self) -> frozenset[MemberKey]:
-        """Members whose votes are not missed because somebody outside vouches for their end."""
-        return frozenset(key for key, record in self.records.items() if record.status is Status.FENCED)
+    def num_alive(self) -> int:
+        """Members that are not even suspected, this one included."""
+        return self._counts[Status.ALIVE]
+
+    def gone(self) -> AbstractSet[MemberKey]:
+        """Members that certainly never propose again, as far as is proven. Read only."""
+        return self._gone
+
+    def fenced(self) -> AbstractSet[MemberKey]:
+        """Members whose votes are not missed because somebody outside vouches for their end. Read only."""
+        return self._fenced
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._news)
+
+    def _enter(self, record: Record) -> None:
+        """Count a record in. Its status, refutation and proof change only between `_withdraw` and this."""
+        key = record.member.key
+        self._counts[record.status] += 1
+        self.digest = (self.digest + _fingerprint(record)) & _DIGEST_MASK
+        if record.ended and record.proof:
+            self._gone.add(key)
+        if record.status is Status.FENCED:
+            self._fenced.add(key)
+        if record.suspicion is not None:
+            self.suspects[key] = record
+        self.version += 1
+
+    def _withdraw(self, record: Record) -> None:
+        key = record.member.key
+        self._counts[record.status] -= 1
+        self.digest = (self.digest - _fingerprint(record)) & _DIGEST_MASK
+        self._gone.discard(key)
+        self._fenced.discard(key)
+        self.suspects.pop(key, None)
 
     def at(self, address: str) -> list[Record]:
         return [record for record in self.others() if record.member.address == address and not record.ended]
@@ -113,7 +163,7 @@ class Membership:
             return self._about_myself(update)
         record = self.records.get(key)
         if record is None:
-            if sum(known.ended for known in self.records.values()) >= MAX_GONE:
+            if sum(self._counts[Status.LEFT :]) >= MAX_GONE:
                 self._drop_oldest_gone()
             record = Record(
                 update.member,
@@ -131,16 +181,18 @@ class Membership:
         elif not self._newer(update, record):
             return self._confirms(update, record) and self._spread(record, first_hand)
         else:
+            self._withdraw(record)
             before = record.status
             record.status, record.refutation, record.reason = update.status, update.refutation, update.reason
             record.proof, record.origin = update.proof, update.origin
             if before is update.status:
+                self._enter(record)
                 return self._spread(record, first_hand)
             record.since_s = now
             if before < Status.LEFT:
                 self._changed(record, _CHANGES[update.status])
         record.suspicion = Suspicion(now, {update.origin}) if record.status is Status.SUSPECT else None
-        self.version += 1
+        self._enter(record)
         return self._spread(record, first_hand)
 
     def judge(self, key: MemberKey, status: Status, reason: str, now: float, *, proof: bool = False) -> bool:
@@ -152,17 +204,18 @@ class Membership:
 
     def leave(self, reason: str) -> None:
         """Announce the own departure. This node still votes, so that the others can decide to go on without it."""
+        self._withdraw(self._own)
         self._own.status, self._own.reason, self._own.proof = Status.LEFT, reason, True
+        self._enter(self._own)
         self._spread(self._own, True)
 
-    def take_news(self) -> tuple[Update, ...]:
-        """Updates to send along with the next heartbeat; each goes out O(log n) times."""
-        chosen = sorted(self._news.items(), key=lambda item: (-item[1][1], item[0]))[:_PIGGYBACK]
+    def take_news(self, limit: int = _PIGGYBACK) -> tuple[Update, ...]:
+        """Updates to send along with the next message, in turn; each goes out O(log n) times."""
+        chosen = list(itertools.islice(self._news.items(), limit))
         for key, (update, num_left) in chosen:
+            del self._news[key]
             if num_left > 1:
-                self._news[key] = (update, num_left - 1)
-            else:
-                del self._news[key]
+                self._news[key] = (update, num_left - 1)  # behind the others
         return tuple(update for _, (update, _) in chosen)
 
     def candidates(self, role: Role, members: frozenset[MemberKey]) -> list[Member]:
@@ -173,10 +226,14 @@ class Membership:
         if update.status is Status.ALIVE or update.status <= self._own.status:
             return False
         if update.status >= Status.LEFT:
+            self._withdraw(self._own)
             self._own.status, self._own.reason = max(self._own.status, update.status), update.reason
+            self._enter(self._own)
             return True
         if update.refutation >= self._own.refutation:
+            self._withdraw(self._own)
             self._own.refutation = update.refutation + 1
+            self._enter(self._own)
             self.refuted += 1
             self._spread(self._own, True)
         return True
@@ -204,7 +261,7 @@ class Membership:
     def _spread(self, record: Record, first_hand: bool) -> bool:
         update = record.update()
         self._news[record.member.key] = (update, 3 * math.ceil(math.log2(len(self.records) + 1)))
-        if first_hand:
+        if first_hand and self.num_live() <= BROADCAST_LIMIT:
             for other in self.live():
                 if other is not record:
                     self._out.send(other.member, Gossip((update,)))
@@ -212,4 +269,11 @@ class Membership:
 
     def _drop_oldest_gone(self) -> None:
         ended = [(record.since_s, key) for key, record in self.records.items() if record.ended]
-        del self.records[min(ended)[1]]
+        self._withdraw(self.records.pop(min(ended)[1]))
+
+
+def _fingerprint(record: Record) -> int:
+    """Of what others must agree on about a member. Digests add them up, so the order of a table does not matter."""
+    refutation = 0 if record.ended else record.refutation  # there it depends on the order in which news came
+    text = f"{record.member.name}\0{record.member.incarnation}\0{record.status:d}\0{refutation}"
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()) & _DIGEST_MASK

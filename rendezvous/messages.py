@@ -152,6 +152,13 @@ class Sync:
 
 
 @dataclass(frozen=True, slots=True)
+class TableDigest:
+    """Who has another digest answers with its table, and asks for the sender's."""
+
+    digest: int
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     seq: int
     beat: Beat
@@ -330,4 +337,5 @@ Message: TypeAlias = (
     | FenceAnswer
     | Question
     | Answer
+    | TableDigest
 )

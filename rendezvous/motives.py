@@ -36,6 +36,12 @@ class Motives:
         self._since_s: float | None = None
         self._enough_since_s: float | None = None
         self._now = now
+        # What was found last, what it was found from, and until when it holds if nothing changes.
+        self._found = False
+        self._found_from: tuple[int, int, int] | None = None
+        self._holds_until_s = now
+        self._turn_s_from: tuple[float, int, int] | None = None
+        self._found_turn_s = now
 
     def request(self, reason: str, now: float) -> None:
         """The application of this node asks for the next epoch."""
@@ -77,7 +83,7 @@ class Motives:
             self._resend(now)
         if not self._agreement.is_voter():
             return
-        if not self.reasons():
+        if not self._is_any():
             self._since_s = None
             return
         if self._since_s is None:
@@ -85,6 +91,14 @@ class Motives:
         may_start = self._agreement.proposal is None and not self._blocked()
         if may_start and now >= max(self._turn_s(), self._agreement.retry_s):
             self._agreement.propose(self.reasons, now)
+
+    def _is_any(self) -> bool:
+        """Are there reasons? Looked for again only when something changed or time alone can change the answer."""
+        source = self._membership.version, self._agreement.epoch, len(self._requests)
+        if source != self._found_from or self._now >= self._holds_until_s:
+            self._holds_until_s = float("inf")
+            self._found, self._found_from = bool(self.reasons()), source
+        return self._found
 
     def reasons(self, answered: Container[MemberKey] = ()) -> list[str]:
         """What speaks for a new view now, as sentences; empty: nothing does. Who just `answered` is not silent."""
@@ -105,8 +119,10 @@ class Motives:
     def _settled_candidates(self, members: frozenset[MemberKey]) -> list[Member]:
         """New members, once they are here for a moment: those that come together enter together."""
         settled_s = self._now - self._timing.probe_interval_s
-        records = self._membership.records.items()
-        return [r.member for key, r in records if key not in members and r.live and r.since_s <= settled_s]
+        new = [r for key, r in self._membership.records.items() if key not in members and r.live]
+        waiting = [r.since_s + self._timing.probe_interval_s for r in new if r.since_s > settled_s]
+        self._holds_until_s = min([self._holds_until_s, *waiting])
+        return [r.member for r in new if r.since_s <= settled_s]
 
     def _first_view_reasons(self) -> list[str]:
         config = self._config
@@ -125,6 +141,7 @@ class Motives:
         complete = len(nodes) >= wanted_nodes and len(witnesses) >= config.num_witnesses_expected
         if complete or self._now >= self._enough_since_s + config.first_view_last_call_s:
             return ["the run starts"]
+        self._holds_until_s = min(self._holds_until_s, self._enough_since_s + config.first_view_last_call_s)
         self._out.put(
             Waiting(
                 f"{len(nodes)} of {wanted_nodes} nodes and {len(witnesses)} of {config.num_witnesses_expected} "
@@ -134,6 +151,14 @@ class Motives:
         return []
 
     def _turn_s(self) -> float:
+        """When this node proposes, if nobody did by then."""
+        assert self._since_s is not None
+        source = self._since_s, self._membership.version, self._agreement.epoch
+        if source != self._turn_s_from:
+            self._turn_s_from, self._found_turn_s = source, self._find_turn_s()
+        return self._found_turn_s
+
+    def _find_turn_s(self) -> float:
         assert self._since_s is not None
         records = self._membership.records
         me = self._membership.me

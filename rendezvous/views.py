@@ -66,7 +66,7 @@ def has_quorum(
         num_replaced = len(set(known) | votes) - len({key.name for key in known} | names)
         needed = max(sizes.max_size, len({key.name for key in known} | names))
         return 2 * len(names) > needed + num_replaced or len(names) >= needed
-    voters = view.keys - fenced
+    voters = view.keys - fenced if fenced else view.keys
     counted = votes & voters
     if 2 * len(counted) > len(view.keys):
         return True
@@ -118,7 +118,8 @@ def plan_view(previous: View | None, usable: Sequence[Member], sizes: Sizes) -> 
     places = tuple(slot for slot in slots if slot is not None)
     if len(places) < sizes.num_nodes_min:
         return _shortage(sizes.num_nodes_min, num_survivors, pool, num_workers, previous)
-    spares = tuple(m for m in pool if m not in places)
+    placed = {m.key for m in places}
+    spares = tuple(m for m in pool if m.key not in placed)
     old_witnesses = [m for m in (previous.witnesses if previous else ()) if m.key in by_key]
     new_witnesses = sorted((m for m in fresh if m.role is Role.WITNESS), key=lambda m: (m.incarnation, m.name))
     moved = [m.key for m in places] != [m.key for m in old_places]

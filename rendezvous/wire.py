@@ -42,6 +42,7 @@ from rendezvous.messages import (
     StoreCall,
     StoreResult,
     Sync,
+    TableDigest,
     ViewWanted,
     Wanted,
     ballot_from,
@@ -124,6 +125,7 @@ _MESSAGES: tuple[tuple[type[Any], tuple[Callable[[object], Any], ...]], ...] = (
     (FenceAnswer, (_name, _standing, _text)),
     (Question, (_text, _any)),
     (Answer, (_text, _any)),
+    (TableDigest, (_number,)),
 )
 _TAGS: dict[type[Any], int] = {kind: index + 1 for index, (kind, _) in enumerate(_MESSAGES)}
 

@@ -151,6 +151,27 @@ def test_members_assumed_dead_that_come_back_are_fenced() -> None:
     assert {"assumed dead", "fencing command: gone", "fencing command: not gone"} <= set(coverage)
 
 
+def test_large_group_learns_of_deaths_and_a_partition_by_rumours() -> None:
+    """More members than tell each other everything themselves. The cut off ones take all others for dead meanwhile."""
+    names = [f"n{index}" for index in range(34)]
+    cut = ("n1", "n2", "n3")
+    schedule = [
+        Fault(2.0, "crash", "n7"),
+        Fault(2.0, "pause", "n8"),
+        Fault(3.5, "cut", ",".join(cut)),
+        Fault(5.5, "heal"),
+    ]
+    simulation = Simulation(5, names, schedule, num_nodes_min=20, num_nodes_max=34)
+    simulation.run_until(7.0)
+    newest = max(simulation.decided.values(), key=lambda view: view.epoch)
+    assert {m.name for m in newest.members} == set(names) - {"n7", "n8", *cut}
+    assert all(simulation.nodes[name].evicted for name in cut)
+    assert simulation.coverage["member dead with proof"]
+    simulation.calm()
+    simulation.run_until(8.0)
+    simulation.check_converged()
+
+
 @pytest.mark.slow
 def test_many_more_members_assumed_dead_are_fenced() -> None:
     for seed in range(NUM_FENCING_SEEDS, NUM_FENCING_SEEDS + 5000):

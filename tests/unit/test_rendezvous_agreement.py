@@ -285,10 +285,32 @@ def test_places_that_cannot_be_filled_block_until_a_member_changes() -> None:
     assert bench.agreement.blocked_at != bench.membership.version
 
 
+def test_member_taken_for_dead_has_the_time_of_a_probe_to_show_that_it_lives() -> None:
+    bench = Bench(view_of("abc"), "bc")
+    bench.set("c", Status.DEAD)
+    number = bench.propose()
+    bench.hear("b", promise(number))
+    assert bench.agreement.proposal is not None
+    assert bench.agreement.proposal.view is None
+    assert bench.agreement.next_deadline_s() == TIMING.probe_timeout_s
+    bench.hear("c", promise(number), now=TIMING.probe_timeout_s / 2)
+    view = bench.agreement.proposal.view
+    assert view is not None
+    assert [m.name for m in view.members] == ["a", "b", "c"]
+
+    bench = Bench(view_of("abc"), "bc")
+    bench.set("c", Status.DEAD)
+    bench.hear("b", promise(bench.propose()))
+    bench.agreement.tick(TIMING.probe_timeout_s)
+    assert bench.agreement.proposal is not None
+    assert bench.agreement.proposal.view is not None
+    assert [m.name for m in bench.agreement.proposal.view.members] == ["a", "b"]
+
+
 def test_application_that_fixes_the_number_of_places_neither_grows_nor_shrinks() -> None:
     bench = Bench(view_of("abc"), "bcd", low=2)
     bench.decider.places = 3, 3
-    bench.set("c", Status.DEAD, proof=True)
+    bench.set("c", Status.GONE, proof=True)
     number = bench.propose()
     for name in "bd":
         bench.hear(name, promise(number, votes=name == "b"))

@@ -27,6 +27,7 @@ from rendezvous.messages import (
     Prepare,
     Status,
     Sync,
+    TableDigest,
     Update,
     ViewWanted,
     Wanted,
@@ -245,6 +246,18 @@ def test_heartbeat_with_an_older_epoch_is_answered_with_the_view() -> None:
     bench.hear(member("b"), Decided(view_of("ab", 3)))
     effects = bench.hear(member("b"), Ping(1, Beat(2, 0)), nonce="nonce")
     assert sent(effects, Decided) == [(member("b").address, Decided(view_of("ab", 3)))]
+
+
+def test_tables_are_exchanged_only_when_they_differ() -> None:
+    bench = Bench()
+    bench.know(member("b"), member("c"))
+    assert bench.hear(member("b"), TableDigest(bench.core.membership.digest)) == []
+    ((address, sync),) = sent(bench.hear(member("b"), TableDigest(1)), Sync)
+    assert address == member("b").address
+    assert sync.reply
+    effects = [e for tick in range(40) for e in bench.step(events.Tick(), tick / 4)]
+    assert sent(effects, Sync) == []
+    assert len(sent(effects, TableDigest)) == 2  # one in sync_interval_s
 
 
 def test_progress_of_others_is_kept_with_its_time() -> None:

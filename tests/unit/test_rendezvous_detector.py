@@ -49,7 +49,7 @@ def pinged(effects: list[Effect]) -> list[str]:
 def test_every_member_is_probed_within_a_bounded_number_of_intervals() -> None:
     bench = Bench("bcdefghijklmnopqrstuvwxyz")
     seen: set[str] = set()
-    for now in range(5):
+    for now in range(7):
         seen |= set(pinged(bench.tick(float(now))))
     assert seen >= set("bcdefghijklmnopqrstuvwxyz")
 

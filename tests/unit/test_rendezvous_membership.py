@@ -8,7 +8,7 @@ import random
 import pytest
 
 from rendezvous.effects import Changed, Effect, Outbox, Send
-from rendezvous.membership import Membership
+from rendezvous.membership import BROADCAST_LIMIT, Membership
 from rendezvous.messages import Gossip, Status, Update
 from rendezvous.types import Change, Member, Role
 
@@ -187,3 +187,47 @@ def test_records_of_gone_members_stay_bounded(monkeypatch: pytest.MonkeyPatch) -
         update = Update(member("b", life), G, 0, "", True, "x")
         membership.apply(update, rng.random())
     assert len(membership.records) == 11
+
+
+def test_tables_have_equal_digests_exactly_when_they_agree() -> None:
+    updates = [news(name, status, refutation) for name in "bcd" for status in (A, S, L, G) for refutation in (0, 1)]
+    (one, _), (two, _) = table(), table()
+    for update in updates:
+        one.apply(update, 0.0)
+        assert one.digest != two.digest
+    for update in random.Random(3).sample(updates, len(updates)):
+        two.apply(update, 1.0)
+    assert one.digest == two.digest
+    one.apply(news("e", A), 2.0)
+    two.apply(news("e", S), 2.0)
+    assert one.digest != two.digest
+    two.apply(news("e", A, 1), 3.0)
+    assert one.digest != two.digest  # one has not heard of the refutation
+    one.apply(news("e", A, 1), 3.0)
+    assert one.digest == two.digest
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sums_over_the_table_are_those_of_its_records(seed: int) -> None:
+    membership, _ = table()
+    rng = random.Random(seed)
+    for step in range(60):
+        name = rng.choice("abcdefgh")
+        membership.apply(news(name, rng.choice([A, S, D, L, G, F]), rng.randrange(4), proof=rng.random() < 0.5), step)
+    records = list(membership.records.values())
+    assert membership.num_live() == sum(record.live for record in records)
+    assert membership.num_alive() == sum(record.status is A for record in records)
+    assert membership.num_silent() == sum(record.status is D for record in records)
+    assert membership.gone() == {r.member.key for r in records if r.ended and r.proof}
+    assert membership.fenced() == {r.member.key for r in records if r.status is F}
+    assert set(membership.suspects) == {r.member.key for r in records if r.suspicion is not None}
+
+
+def test_news_of_a_large_group_is_not_sent_to_everybody_by_who_has_it() -> None:
+    membership, out = table()
+    for index in range(BROADCAST_LIMIT):
+        membership.apply(news(f"n{index}", A), 0.0)
+    out.drain()
+    membership.judge(member("n0").key, Status.SUSPECT, "no answer", 1.0)
+    assert [e for e in out.drain() if isinstance(e, Send)] == []
+    assert membership.has_news

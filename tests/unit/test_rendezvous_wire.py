@@ -40,6 +40,7 @@ from rendezvous.messages import (
     StoreCall,
     StoreResult,
     Sync,
+    TableDigest,
     Update,
     ViewWanted,
     Wanted,
@@ -79,6 +80,7 @@ MESSAGES: list[Message] = [
     StoreCall(4, 3, "set", ["key", b"value"], 1.5),
     StoreResult(4, False, None, "late", False, True),
     Fence("b", "the rack burnt down", True),
+    TableDigest(2**63 - 1),
     FenceAnswer("b", Standing.ASSUMED_DEAD, "b is assumed dead"),
     Question("status", None),
     Answer("status", {"members": {"a": [1, 2.5, None]}}),
@@ -102,7 +104,7 @@ def test_tags_are_those_of_the_released_protocol() -> None:
     """Append to this list; never change what is in it."""
     released = (
         "Join JoinRefused Sync Ping Ack PingRequest IndirectAck Gossip Prepare Promise Accept AcceptedVote Reject "
-        "Decided ViewWanted Wanted Ended AppMessage StoreCall StoreResult Fence FenceAnswer Question Answer"
+        "Decided ViewWanted Wanted Ended AppMessage StoreCall StoreResult Fence FenceAnswer Question Answer TableDigest"
     )
     assert [kind.__name__ for kind, _ in wire._MESSAGES] == released.split()
 
@@ -178,7 +180,7 @@ def test_message_with_one_flipped_bit_is_a_message_or_a_wire_error(message: Mess
     [
         ({0: 2}, "protocol 2 instead of 1: all nodes must run the same version"),
         ({6: 0}, "not a message"),
-        ({6: 25}, "a tag"),
+        ({6: 26}, "a tag"),
         ({6: -1}, "a tag"),
         ({4: "localhost:1"}, "not a message"),
         ({4: "1.2.3.4:0"}, "port"),
