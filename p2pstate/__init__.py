@@ -63,6 +63,7 @@ Layout, from the top down (a file imports only what stands above it):
     durable/catalog.py      what is on disk, and what of it is good
     durable/dcp_write.py
     durable/dcp_read.py
+    durable/resize.py       pure: a checkpoint for another number of ranks
     durable/session.py      pure: one save, as one node sees it
     durable/resume.py       which checkpoint, and a rank's state out of it
     durable/export.py       the weights alone, as safetensors

@@ -185,7 +185,7 @@ def _from_disk(
         reason = f"{unsettled}: all workers start again and resume from disk at step {resolved.choice.step}"
         raise MustStartOver(StartOver(Start.RESTART, reason))
     with phases.phase("restore"):
-        version = disk.restore(resolved, state)
+        version = disk.restore(resolved, state, info.world_size)
         _all_done(registry, lambda: STATUS.error is not None)
     seen_step = max([info.progress, *(report.committed_step for report in reports.values())])
     reason = f"{in_memory}; {resolved.choice.path} is the newest good checkpoint"

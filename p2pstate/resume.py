@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import Store
 
-from p2pstate.durable.resume import Resolved, load, resolve
+from p2pstate.durable.resume import Resolved, load, load_resized, resolve
 from p2pstate.groups.status import STATUS
 from p2pstate.state import TrainingState
 from p2pstate.types import RoundInfo, Version
@@ -54,10 +54,17 @@ class Disk:
             )
         return found
 
-    def restore(self, resolved: Resolved, state: TrainingState) -> Version:
-        """Put the live state into that of the choice."""
-        assert resolved.choice is not None
+    def restore(self, resolved: Resolved, state: TrainingState, num_ranks: int) -> Version:
+        """Put the live state into that of the choice, whatever the number of ranks that wrote it."""
+        choice = resolved.choice
+        assert choice is not None
         with STATUS.trace.expect("reading a checkpoint", self._timeout_s):
-            tensors, values = load(resolved.choice, self._rank)
-            state.restore(tensors, values)
-        return Version(BEFORE_ALL_ROUNDS, resolved.choice.step)
+            if choice.manifest.world_size == num_ranks:
+                state.restore(*load(choice, self._rank))
+            else:
+                loaded = load_resized(choice, self._rank, num_ranks, state.model_leaves())
+                if self._rank == 0:
+                    before = choice.manifest.world_size
+                    self._link.send("event", kind="resized", before=before, now=num_ranks, said=list(loaded.said))
+                state.restore_decoded(loaded.tensors, loaded.values)
+        return Version(BEFORE_ALL_ROUNDS, choice.step)

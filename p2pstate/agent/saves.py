@@ -237,6 +237,7 @@ class Saves:
             place=session.places[self._name],
             node=self._name,
             version=list(session.version),
+            num_ranks=len(session.home),
             shares=[share.pack() for share in action.shares],
         )
 

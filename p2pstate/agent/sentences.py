@@ -25,6 +25,8 @@ class Sentences:
                 f"SILENT CORRUPTION? rank {rank} and rank {fields['other']} do not hold the same bytes "
                 f"any more in {fields['part']}, first seen at step {fields['version'][1]}"
             )
+        if kind == "resized":
+            return "; ".join(["another number of ranks", *fields["said"]])
         if kind == "resolved":
             found = "nothing can be resumed: training starts anew"
             if fields["step"] is not None:

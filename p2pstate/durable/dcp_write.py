@@ -40,7 +40,7 @@ from p2pstate.durable.manifest import MANIFEST, METADATA, Item, Manifest, PartTa
 from p2pstate.redundancy import divide
 from p2pstate.slots import Slot
 from p2pstate.state.codec import TensorRef, decode, torch_dtype
-from p2pstate.types import Version
+from p2pstate.types import Part, Version
 
 __all__ = ["SaveFailed", "publish_checkpoint", "write_shares"]
 
@@ -103,13 +103,13 @@ class _Planner(SavePlanner):
 
 
 def write_shares(
-    directory: Path, place: int, node: str, version: Version, shares: Sequence[tuple[Share, Slot]]
+    directory: Path, place: int, node: str, version: Version, num_ranks: int, shares: Sequence[tuple[Share, Slot]]
 ) -> tuple[str, int]:
-    """Write one node's shares of ``version``; returns (digest of its table's file, bytes written).
+    """Write one node's shares of ``version`` of all ``num_ranks``; returns (digest of its table's file, bytes written).
 
     Raises SaveFailed when a slot holds something else or damaged bytes, OSError when storage fails.
     """
-    found = _found(version, shares)
+    found = _found(version, num_ranks, shares)
     pieces = found.pieces
     items: list[Item] = []
     if pieces:
@@ -144,36 +144,37 @@ class _Found:
     tied: dict[str, str] = field(default_factory=dict)
 
 
-def _found(version: Version, shares: Sequence[tuple[Share, Slot]]) -> _Found:
+def _found(version: Version, num_ranks: int, shares: Sequence[tuple[Share, Slot]]) -> _Found:
     found = _Found()
     sets: dict[tuple[int, ...], list[_Leaf]] = {}
     writers: dict[tuple[int, ...], Share] = {}
     for share, slot in shares:
-        leaves, tail = _leaves(slot, version)
+        leaves, tail = _leaves(slot, version, share.part, num_ranks)
         found.tied |= tail["tied"]
         if share.part.kind != "own":
             sets.setdefault(share.part.members, []).extend(leaves)
             writers[share.part.members] = share
             continue
         (rank,) = share.part.members
-        found.own[rank] = tuple(leaf.row(rank) for leaf in leaves)
-        found.pieces += [leaf.piece(rank) for leaf in leaves if leaf.holders[:1] in ((), (rank,)) and not leaf.empty]
+        found.own[rank] = tuple(leaf.row() for leaf in leaves)
+        found.pieces += [leaf.piece() for leaf in leaves if leaf.holders[0] == rank and not leaf.empty]
         found.pieces.append(_values_piece(rank, tail["values"]))
         if rank == 0:
             found.pieces += _group_pieces(tail["values"])
     for members, leaves in sets.items():
-        found.shared[members] = tuple(leaf.row(None) for leaf in leaves)
+        found.shared[members] = tuple(leaf.row() for leaf in leaves)
         share = writers[members]
         mine = set(divide([(leaf.name, leaf.tensor.nbytes) for leaf in leaves], share.num_writers)[share.writer])
-        found.pieces += [leaf.piece(None) for leaf in leaves if leaf.name in mine and not leaf.empty]
+        found.pieces += [leaf.piece() for leaf in leaves if leaf.name in mine and not leaf.empty]
     return found
 
 
 @dataclass(frozen=True, slots=True)
 class _Leaf:
-    """``holders``: the ranks that hold the same; none when only its own rank has it."""
+    """``holders``: the ranks that hold the same; the first of them writes it, where they are on one node."""
 
     name: str
+    path: KeyPath
     tensor: torch.Tensor
     size: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -184,30 +185,30 @@ class _Leaf:
         """A part without elements of a tensor that has some."""
         return self.tensor.numel() == 0 and 0 not in self.size
 
-    def path(self, rank: int | None) -> KeyPath:
-        path = path_of(self.name)
-        return path if self.holders else rank_path(rank or 0, path)
-
-    def row(self, rank: int | None) -> Row:
+    def row(self) -> Row:
         dtype = str(self.tensor.dtype).removeprefix("torch.")
-        return Row(self.name, key_of(self.path(rank)), dtype, tuple(self.tensor.shape), self.offsets)
+        return Row(self.name, key_of(self.path), dtype, tuple(self.tensor.shape), self.offsets)
 
-    def piece(self, rank: int | None) -> _Piece:
-        return _Piece(self.path(rank), self.tensor, None, self.size, self.offsets)
+    def piece(self) -> _Piece:
+        return _Piece(self.path, self.tensor, None, self.size, self.offsets)
 
 
-def _leaves(slot: Slot, version: Version) -> tuple[list[_Leaf], dict[str, Any]]:
+def _leaves(slot: Slot, version: Version, part: Part, num_ranks: int) -> tuple[list[_Leaf], dict[str, Any]]:
     header = _check(slot, version, "does not hold it")
     body = slot.body(header.num_bytes)
     layout, tail = open_image(torch.frombuffer(body, dtype=torch.uint8))
     leaves = []
     for entry in layout.entries:
-        size, offsets, holders = tail["chunks"].get(entry.name) or [entry.shape, [0] * len(entry.shape), []]
+        alone = [entry.shape, [0] * len(entry.shape), part.members, part.members]
+        size, offsets, holders, ranks = tail["chunks"].get(entry.name) or alone
+        path = path_of(entry.name)
+        if len(ranks) < num_ranks:  # the others may have a tensor of the same name, and another one
+            path = rank_path(min(ranks), path)
         # A storage of its own: torch.save writes all of a view's storage.
         region = body[entry.offset_bytes : entry.offset_bytes + entry.num_bytes]
         flat = torch.frombuffer(region, dtype=torch.uint8) if entry.num_bytes else torch.empty(0, dtype=torch.uint8)
         tensor = flat.view(entry.dtype).view(entry.shape)
-        leaves.append(_Leaf(entry.name, tensor, tuple(size), tuple(offsets), tuple(holders)))
+        leaves.append(_Leaf(entry.name, path, tensor, tuple(size), tuple(offsets), tuple(holders)))
     return leaves, tail
 
 
@@ -334,23 +335,22 @@ def _metadata(items: Sequence[Item], tied: Mapping[str, str]) -> tuple[Metadata,
         entry.chunks.append(ChunkStorageMetadata(torch.Size(item.offsets), torch.Size(item.shape)))
         results.append(WriteResult(MetadataIndex(key, item.offsets), item.num_bytes, stored))
 
-    alone: dict[KeyPath, tuple[int, Item]] = {}
+    alone: dict[KeyPath, dict[int, list[Item]]] = {}
     for item in items:
         add(item.path, item)
         found = without_rank(item.path)
         if found is not None and found[1] != ("values",):
             rank, path = found
-            if path not in alone or rank < alone[path][0]:
-                alone[path] = rank, item
-    # What each rank has for itself is found under its plain name as well, as the first rank has it (as DDP does it).
-    for path, (_, item) in alone.items():
+            alone.setdefault(path, {}).setdefault(rank, []).append(item)
+    # What only some ranks have is found under its plain name as well, as the first of them has it (as DDP does it).
+    for path, ranks in alone.items():
         if key_of(path) not in entries:
-            add(path, item)
+            for item in ranks[min(ranks)]:
+                add(path, item)
     for further, name in tied.items():
         path, alias = path_of(name), path_of(further)
-        same = [item for item in items if item.path == path] or [alone[path][1]]
         if key_of(alias) not in entries:
-            for item in same:
+            for item in [item for item in items if item.path == path] or alone[path][min(alone[path])]:
                 add(alias, item)
     return Metadata(entries, planner_data=paths), results
 

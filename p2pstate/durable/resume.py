@@ -9,7 +9,7 @@ one that did not is named and skipped, by everybody; nobody mixes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -23,9 +23,11 @@ from p2pstate.durable.catalog import Found, damaged_files, find, list_checkpoint
 from p2pstate.durable.dcp_read import Reader, Wanted
 from p2pstate.durable.keys import key_of, values_path
 from p2pstate.durable.manifest import Manifest
+from p2pstate.durable.resize import resize
 from p2pstate.errors import ConfigError
+from p2pstate.state import Leaf
 
-__all__ = ["Choice", "Resolved", "load", "resolve"]
+__all__ = ["Choice", "Loaded", "Resolved", "load", "load_resized", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,38 @@ def _verify(found: Found, digest: str, rank: int, world_size: int) -> list[str]:
     if found.manifest.digest != digest:
         return ["it reads differently on different nodes"]
     return damaged_files(found, sorted(found.manifest.files)[rank::world_size])
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """``values``: decoded plain values. ``said``: what is different, because the number of ranks is."""
+
+    tensors: Mapping[str, torch.Tensor]
+    values: Any
+    said: tuple[str, ...] = ()
+
+
+def load_resized(choice: Choice, rank: int, num_ranks: int, leaves: Sequence[Leaf]) -> Loaded:
+    """The state of ``rank`` of another number of ranks than it was saved by; ``leaves``: the live models'.
+
+    Raises ValueError when a tensor is missing that the live objects need.
+    """
+    reader = Reader(choice.path)
+
+    def values_of(each: int) -> bytes:
+        key = key_of(values_path(each))
+        return reader.read({key: reader.whole(key)})[key].numpy().tobytes()
+
+    sizes = {key: size for key, (_, size) in reader.tensors().items()}
+    try:
+        before = choice.manifest.world_size
+        keys = {row.leaf: row.key for row in choice.manifest.rows_of(rank % before)}
+        resized = resize(sizes, keys, values_of, before, leaves, rank, num_ranks)
+    except KeyError as error:
+        raise ValueError(
+            f"{choice.path} has no tensor {error}: it was written by another model or optimizer"
+        ) from error
+    return Loaded(reader.read(resized.wanted), resized.values, resized.said)
 
 
 def load(choice: Choice, rank: int) -> tuple[dict[str, torch.Tensor], bytes]:

@@ -71,14 +71,23 @@ class _Writer:
         return {"name": name}
 
     def write(
-        self, *, serial: int, root: str, name: str, place: int, node: str, version: list[int], shares: list[Any]
+        self,
+        *,
+        serial: int,
+        root: str,
+        name: str,
+        place: int,
+        node: str,
+        version: list[int],
+        num_ranks: int,
+        shares: list[Any],
     ) -> dict[str, Any]:
         began = time.monotonic()
         try:
             given = [Share.unpack(raw) for raw in shares]
             mapped = {slot: Slot(fd) for slot, fd in self.slots.items()}
             pairs = [(share, mapped[share.slot]) for share in given]
-            digest, num_bytes = write_shares(Path(root) / name, place, node, Version(*version), pairs)
+            digest, num_bytes = write_shares(Path(root) / name, place, node, Version(*version), num_ranks, pairs)
         finally:
             for fd in self.slots.values():
                 os.close(fd)

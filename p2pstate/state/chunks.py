@@ -27,12 +27,17 @@ class _Divided(Protocol):
 
 
 def chunks_of(leaves: Iterable[Leaf]) -> dict[str, list[Any]]:
-    """name -> [global shape, offsets of this part, ranks that hold it] of all leaves that are more than this rank's."""
+    """name -> [global shape, offsets of this part, ranks that hold it, ranks that have parts of the same tensor].
+
+    Of all leaves that are more than this rank's.
+    """
     rows: dict[str, list[Any]] = {}
     for leaf in leaves:
         if leaf.whole is not None:
             (chunk,) = cast(_Divided, leaf.whole).__create_chunk_list__()
-            rows[leaf.name] = [list(leaf.whole.shape), list(chunk.offsets), list(leaf.holders)]
+            ranks = sorted(leaf.whole.device_mesh.mesh.flatten().tolist())
+            rows[leaf.name] = [list(leaf.whole.shape), list(chunk.offsets), list(leaf.holders), ranks]
         elif len(leaf.holders) > 1:
-            rows[leaf.name] = [list(leaf.tensor.shape), [0] * leaf.tensor.dim(), list(leaf.holders)]
+            holders = list(leaf.holders)
+            rows[leaf.name] = [list(leaf.tensor.shape), [0] * leaf.tensor.dim(), holders, holders]
     return rows

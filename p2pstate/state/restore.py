@@ -26,7 +26,7 @@ from p2pstate.state.objects import apply_extra, plan_extra, restore_object
 from p2pstate.state.optimizers import OptimizerState
 from p2pstate.state.rebuilding import Rebuilder, references
 
-__all__ = ["FORMAT", "Live", "restore"]
+__all__ = ["FORMAT", "Live", "names_in", "restore"]
 
 FORMAT = 2
 _MAX_NAMES_SHOWN = 8
@@ -156,9 +156,9 @@ def _shown(names: list[str]) -> str:
     return ", ".join(names[:_MAX_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
 
-def _check_names(modules: list[Leaf], tensors: Mapping[str, torch.Tensor], saved: Any) -> None:
-    """Every leaf of the models and every tensor that the values refer to must be there, and nothing else."""
-    wanted = {leaf.name for leaf in modules}
+def names_in(saved: Any) -> set[str]:
+    """Leaf names of all tensors that decoded values refer to: of all but the models' own."""
+    wanted: set[str] = set()
     for prefix, optimizer in saved["optimizers"].items():
         for name, tree in optimizer["state"].items():
             wanted.update(references(tree, f"{prefix}/{name}"))
@@ -171,6 +171,12 @@ def _check_names(modules: list[Leaf], tensors: Mapping[str, torch.Tensor], saved
             wanted.update(references(tree, name))
     for key, _, tree in saved["extra"] or []:
         wanted.update(references(tree, ("extra", key)))
+    return wanted
+
+
+def _check_names(modules: list[Leaf], tensors: Mapping[str, torch.Tensor], saved: Any) -> None:
+    """Every leaf of the models and every tensor that the values refer to must be there, and nothing else."""
+    wanted = {leaf.name for leaf in modules} | names_in(saved)
     _report("tensor", sorted(wanted - tensors.keys()), sorted(tensors.keys() - wanted))
     wrong = [leaf.name for leaf in modules if not _alike(leaf.tensor, tensors[leaf.name])]
     if wrong:

@@ -137,8 +137,20 @@ class TrainingState:
         Optimizer state is made where it is missing and removed where the captured state has none. LeafError, before
         anything was written, if names, shapes, dtypes or groups differ.
         """
+        self.restore_decoded(tensors, decode(values))
+
+    def restore_decoded(self, tensors: Mapping[str, torch.Tensor], values: Any) -> None:
+        """:meth:`restore` of values that are decoded already; they are used up."""
         with torch.no_grad():
-            restore(self._live, tensors, decode(values))
+            restore(self._live, tensors, values)
+
+    def model_leaves(self) -> list[Leaf]:
+        """The leaves of all models alone, as they are now."""
+        collector = Collector(current_world().own)
+        for model in self._live.models:
+            for name, tensor, holders in model.tensors():
+                collector.add(name, tensor, holders)
+        return collector.leaves
 
     def _sorted(self, leaves: list[Leaf]) -> list[Leaf]:
         names = [leaf.name for leaf in leaves]

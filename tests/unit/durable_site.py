@@ -31,6 +31,7 @@ class Sharded:
 
     def __init__(self, size: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
         self.shape, self._spec = size, (size, offsets)
+        self.device_mesh = SimpleNamespace(mesh=torch.arange(len(PLACES)))
         self._chunk = SimpleNamespace(offsets=offsets, sizes=sizes)
 
     def __create_chunk_list__(self) -> list[Any]:
@@ -74,7 +75,7 @@ class Site:
         digests = {}
         for place, node in enumerate(NODES):
             given = [(share, self.slot(place, share.slot)) for share in shares[node]]
-            digests[place], _ = write_shares(directory, place, node, version, given)
+            digests[place], _ = write_shares(directory, place, node, version, len(PLACES), given)
         return digests
 
     def save(self, directory: Path, version: Version) -> Manifest:

@@ -119,7 +119,7 @@ def test_slot_that_was_written_over_meanwhile_is_not_written(tmp_path: Path) -> 
     given = [(share, site.slot(0, share.slot)) for share in shares["n0"]]
     site.capture(7, keep=site.capture(6, keep=old))
     with pytest.raises(SaveFailed, match="does not hold it"):
-        write_shares(tmp_path, 0, "n0", old, given)
+        write_shares(tmp_path, 0, "n0", old, len(HOME), given)
 
 
 def test_version_that_is_set_aside_outlives_those_after_it(tmp_path: Path) -> None:

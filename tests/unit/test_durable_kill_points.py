@@ -80,7 +80,7 @@ def save(site: Site, root: Path, version: Version, patch: pytest.MonkeyPatch, po
             assert fd is not None
             process.slots[share.slot] = os.dup(fd)
         given = [share.pack() for share in shares[NODES[at]]]
-        where = {"root": str(root), "name": name, "place": at, "node": NODES[at]}
+        where = {"root": str(root), "name": name, "place": at, "node": NODES[at], "num_ranks": len(PLACES)}
         digest: str = process.write(serial=1, version=list(version), shares=given, **where)["digest"]
         return digest
 
