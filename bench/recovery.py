@@ -37,7 +37,7 @@ from recovery_scenarios import (  # noqa: E402
 
 from namespaces import why_not  # noqa: E402
 
-QUICK = ("ours_cold", "ours_node", "torchrun_p2p", "torchrun_dcp")
+QUICK = ("ours_warm", "ours_node", "torchrun_p2p", "torchrun_dcp")
 NUM_LAYERS = 8
 PARAMETERS_PER_LAYER_AND_SQUARE = 12  # of a transformer: 4 w^2 for attention, 8 w^2 for the MLP
 
@@ -120,7 +120,7 @@ def main() -> int:
             scenario.name: summarise(incidents[scenario.name]) for scenario in scenarios if scenario.name in incidents
         }
         show(scenarios, result)
-        for key, name in (("speedup", "ours_cold"), ("speedup_buddy", "ours_buddy"), ("speedup_node", "ours_node")):
+        for key, name in (("speedup", "ours_warm"), ("speedup_buddy", "ours_buddy"), ("speedup_node", "ours_node")):
             result[key] = ratio(result, name)
         if args.every:
             useful, bound, num_failures = under_failures(sizes, folder / "every", args.every, args.minutes * 60, rng)

@@ -53,7 +53,8 @@ class Sizes:
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """``launcher``: p2prun, torchrun (with our backend), dcp (torchrun's c10d and DCP) or dcp-preloaded. ``victim``:
-    worker, buddy (a worker whose own node's copy is damaged as well), node, or silent (a node without a network)."""
+    worker, rehearsed (a worker that a rehearsed process replaces), buddy (a worker whose own node's copy is damaged as
+    well), node, or silent (a node without a network)."""
 
     name: str
     launcher: str
@@ -66,6 +67,7 @@ class Scenario:
 
 
 SCENARIOS = (
+    Scenario("ours_warm", "p2prun", "rehearsed", "a worker; a process has built its model and rehearsed already"),
     Scenario("ours_cold", "p2prun", "worker", "a worker; a spare process waits before the script"),
     Scenario("ours_buddy", "p2prun", "buddy", "the same, the copy on the own node damaged: the buddy serves"),
     Scenario("ours_node", "p2prun", "node", "a node; a spare node waits"),
@@ -123,6 +125,8 @@ def start(scenario: Scenario, sizes: Sizes, folder: Path, seed: int) -> Cluster:
     script = [str(EXAMPLES / "train_gpt.py"), *common]
     if scenario.launcher == "torchrun":
         return TorchrunCluster(folder / "run", script, scenario, sizes)
+    if scenario.victim == "rehearsed":
+        script = ["--rehearse", str(sizes.num_workers), *script]
     return Cluster(
         folder / "run",
         script,
@@ -151,7 +155,7 @@ def measure(scenario: Scenario, sizes: Sizes, folder: Path, num_kills: int, rng:
             heard = now if events else heard
             if now - heard > SILENCE_S or not cluster.running():
                 raise ScenarioFailed(f"{scenario.name}: nothing more is heard\n{cluster.log_tails()}")
-            ready = not scenario.num_spares or timeline.spares
+            ready = is_ready(scenario, timeline)
             if at is None and timeline.step >= due and not timeline.recovering and ready:
                 at = now + rng.random() * (times[-1] if times else 0.0)
             if at is not None and now >= at:
@@ -162,6 +166,13 @@ def measure(scenario: Scenario, sizes: Sizes, folder: Path, num_kills: int, rng:
             time.sleep(POLL_S)
     typical_s = sorted(times)[len(times) // 2]
     return [incident(failure, typical_s) for failure in timeline.failures]
+
+
+def is_ready(scenario: Scenario, timeline: Timeline) -> bool:
+    """Whether what shall step in is there."""
+    if scenario.victim == "rehearsed":
+        return len(timeline.rehearsed) == timeline.num_ranks
+    return not scenario.num_spares or bool(timeline.spares)
 
 
 def kill(scenario: Scenario, cluster: Cluster, timeline: Timeline, rng: random.Random) -> None:
@@ -210,7 +221,7 @@ def under_failures(
 ) -> tuple[float, float, int]:
     """A worker is killed every so often. Returns (useful share of the wall clock, the bound that one lost step per
     failure gives, failures)."""
-    scenario = SCENARIOS[0]
+    scenario = next(each for each in SCENARIOS if each.name == "ours_warm")
     timeline, times = Timeline(sizes.num_ranks), list[float]()
     with start(scenario, sizes, folder, seed=rng.randrange(1 << 16)) as cluster:
         heard = time.monotonic()

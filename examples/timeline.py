@@ -66,6 +66,7 @@ class Timeline:
         self.pids: dict[int, int] = {}
         self.nodes: dict[int, str] = {}  # rank -> node
         self.spares: list[str] = []  # nodes of the newest view
+        self.rehearsed: dict[int, int] = {}  # rank -> process that could take it at once
         self.steps: dict[int, int] = {}  # rank -> newest committed step
         self.finished: set[int] = set()
         self.failures: list[Failure] = []
@@ -125,8 +126,13 @@ class Timeline:
             return self._tell(event, text) if event["node"] == event["places"][0] else []
         return self._tell(event, f"agreed     {text} ({event['reason']})", once)
 
+    def _on_rehearsed(self, event: Event) -> list[str]:
+        self.rehearsed[int(event["rank"])] = int(event["pid"])
+        return []
+
     def _on_worker_started(self, event: Event) -> list[str]:
         rank = int(event["rank"])
+        self.rehearsed.pop(rank, None)
         self.pids[rank], self.nodes[rank] = int(event["pid"]), str(event["node"])
         text = f"rank {rank} is process {event['pid']} on {event['node']}"
         if not self.recovering:

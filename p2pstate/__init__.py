@@ -100,6 +100,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/saves.py          saves, as the agent runs them
     agent/sentences.py      what a person reads
     agent/weaknesses.py
+    agent/rehearsals.py     spares that have run the script
     agent/requests.py       what workers ask of their agent
     agent/status.py         what an operator is told
     agent/health.py         what probes look at

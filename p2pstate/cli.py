@@ -188,6 +188,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     node.add_argument("--spare-wait", type=float, default=600.0, metavar="S", help="wait for a missing node this long")
     node.add_argument(
+        "--rehearse",
+        type=int,
+        default=0,
+        metavar="N",
+        help="keep, for each of the node's first N ranks, a spare that has built its model and rehearsed already; each "
+        "takes the memory of a rank, also on its card",
+    )
+    node.add_argument(
         "--hang-floor",
         type=float,
         default=3.0,
@@ -211,6 +219,8 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
     """Raises ValueError or OSError, saying what is wrong with which option and what to do."""
     if options.nproc_per_node < 1:
         raise ValueError(f"--nproc-per-node {options.nproc_per_node}: at least one worker is needed")
+    if not 0 <= options.rehearse <= options.nproc_per_node:
+        raise ValueError(f"--rehearse {options.rehearse}: from 0 to as many as --nproc-per-node")
     if not 0 <= options.hang_floor < float("inf"):
         raise ValueError(f"--hang-floor {options.hang_floor:g}: give seconds, or 0 to leave hung workers alone")
     if not options.module and not os.path.isfile(options.script):
@@ -221,6 +231,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         args=tuple(options.args),
         module=options.module,
         num_workers=options.nproc_per_node,
+        num_rehearsed=options.rehearse,
         run_dir=os.path.abspath(options.run_dir) if options.run_dir else None,
         quiet=options.quiet and options.run_dir is not None,
         max_restarts=options.max_restarts,

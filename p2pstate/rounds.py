@@ -79,6 +79,8 @@ class Rounds:
         if error_at is not None:
             phases.seconds["abort"] = time.monotonic() - error_at
             self._link.send("event", kind="discarded", step=failed_step, error=str(STATUS.error)[:300])
+        if report.newcomer:
+            self._link.send("rehearsed")
         joined = self._join_some_round(report, phases)
         STATUS.connect(self.epoch)
         STATUS.trace.enter_round(self.epoch)
@@ -109,11 +111,16 @@ class Rounds:
             if joined is not None:
                 return joined
         while True:
-            with phases.phase("quiesce"):
+            # A newcomer may have rehearsed long before it is needed: its waiting is no part of a recovery.
+            counted = Phases() if report.newcomer else phases
+            with counted.phase("quiesce"):
                 self._protection.quiesce(self.epoch)
                 REGISTRY.release()
-            with phases.phase("view"):
+            with counted.phase("view"):
                 info = self._link.wait_round(self.epoch)
+            if self._link.adopted is not None:  # a rehearsal is over: from now on this process's time is the rank's
+                METER.restart("recovery.view", self._link.adopted)
+                self._link.adopted = None
             METER.move("recovery.view", "waiting", self._link.waited_s)
             self.epoch = info.epoch
             if info.start != Start.IN_PLACE:

@@ -24,6 +24,7 @@ from p2pstate.agent.events import EventLog
 from p2pstate.agent.health import HealthFile
 from p2pstate.agent.job import Job
 from p2pstate.agent.output import Writer
+from p2pstate.agent.rehearsals import Rehearsals
 from p2pstate.agent.requests import Requests
 from p2pstate.agent.rounds import assignment, decide_start, progress_of, ranks_of, round_info, same_size
 from p2pstate.agent.saves import Saves
@@ -63,6 +64,7 @@ class Agent:
         self._supervisor = Supervisor(
             self.node, self, self._writer, name=config.name, run_dir=job.run_dir, quiet=job.quiet
         )
+        self._rehearsals = Rehearsals(self._supervisor, self.events, job)
         self._watchdog = Watchdog(
             self.node,
             self._supervisor,
@@ -99,7 +101,7 @@ class Agent:
         """Until the run's verdict; returns the exit code. No process or memory of this node is left afterwards."""
         try:
             self._supervisor.start()
-            self._supervisor.keep_spares(self._job.num_workers + 1)
+            self._supervisor.keep_spares(self._job.num_workers + 1 + self._job.num_rehearsed)
             self._listen_for_progress()
             self._watchdog.start()
             if self._health is not None:
@@ -268,6 +270,9 @@ class Agent:
 
     def on_worker_ended(self, worker: WorkerProcess, status: int) -> None:
         cause = f"it hung: {worker.hung}" if worker.hung else describe_status(status)
+        if worker.rehearses is not None:
+            self._rehearsals.ended(worker, cause)
+            return
         if worker.rank is None:
             self._spare_ended(worker, cause)
             return
@@ -305,9 +310,12 @@ class Agent:
     # -- what workers say (see worker/link.py and steps.py)
 
     def _on_in_loop(self, worker: WorkerProcess) -> None:
-        if worker.phase is not Phase.ALONE:  # a rehearsing newcomer is in the loop once it has joined
+        if worker.phase not in (Phase.ALONE, Phase.REHEARSING):  # they are once they have joined
             worker.phase = Phase.LOOP
             self._loop_reached = True
+
+    def _on_rehearsed(self, worker: WorkerProcess) -> None:
+        self._rehearsals.on_rehearsed(worker)
 
     def _on_rerunnable(self, worker: WorkerProcess) -> None:
         worker.phase = Phase.RERUN
@@ -376,9 +384,13 @@ class Agent:
     def _on_step(self, worker: WorkerProcess, step: int, protected: int | None, **fields: Any) -> None:
         self._known_step = max(self._known_step, step)
         worker.step, worker.protected, worker.told_at = step, protected, time.monotonic()
+        if worker.rank is not None and self._info is not None:
+            self._rehearsals.on_step(worker.rank, self._info, self._my_ranks())
         self.events.emit("step", rank=worker.rank, step=step, protected=protected, **fields)
 
     def _on_event(self, worker: WorkerProcess, kind: str, **fields: Any) -> None:
+        if worker.rank is None:
+            return  # a rehearsal is no part of the run
         sentence = self._sentences.of(kind, worker.rank, fields)
         if sentence is not None:
             self.events.emit(kind, sentence, rank=worker.rank, **fields)
@@ -402,6 +414,7 @@ class Agent:
         if given_up:
             self._declare(EXIT_RETRY, given_up)
             return
+        self._rehearsals.round_begins(self._my_ranks() if start == Start.IN_PLACE else ())
         for worker in self._supervisor.assigned():
             if worker.phase in STAYING.get(start, ()) and worker.rank in self._my_ranks():
                 worker.epoch = self._info.epoch
@@ -427,10 +440,26 @@ class Agent:
         for rank in self._my_ranks():
             if self._supervisor.of_rank(rank) is not None:
                 continue
-            spare = self._supervisor.spare()
+            fresh = together and not self._round_is_over()
+            rehearsed = None if fresh else self._rehearsals.take(rank)
+            spare = rehearsed or self._supervisor.spare()
             if spare is None:
                 return
-            self._assign(spare, rank, together and not self._round_is_over())
+            if rehearsed is not None:
+                self._adopt(rehearsed, rank)
+            else:
+                self._assign(spare, rank, fresh)
+
+    def _adopt(self, rehearsed: WorkerProcess, rank: int) -> None:
+        assert self._info is not None
+        rehearsed.epoch = self._info.epoch
+        local_rank = self._info.workers[rank].local_rank
+        self._supervisor.adopt(rehearsed, local_rank)
+        self._supervisor.tell(rehearsed, {"t": "adopted", "seconds": self.events.ledger.of_rank(rank)})
+        if not self._round_is_over():
+            self._supervisor.tell(rehearsed, {"t": "round", "round": self._info.pack()})
+        fields = {"rank": rank, "local_rank": local_rank, "pid": rehearsed.pid, "warm": True, "rehearsed": True}
+        self.events.emit("worker_started", f"rank {rank} is pid {rehearsed.pid}, which has rehearsed it", **fields)
 
     def _assign(self, spare: WorkerProcess, rank: int, fresh: bool) -> None:
         assert self._info is not None

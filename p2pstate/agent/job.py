@@ -26,4 +26,5 @@ class Job:
     join_timeout_s: float
     spare_wait_s: float
     health_file: str | None
+    num_rehearsed: int  # spares that have run the script under the first ranks of this node
     hang_floor_s: float  # 0: nobody looks for hung workers

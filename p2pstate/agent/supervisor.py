@@ -40,6 +40,7 @@ class Phase(enum.Enum):
     STARTING = "starting"  # forked, not ready yet
     SPARE = "spare"  # ready, without a rank
     FRESH = "fresh"  # runs the script connected, has not reached its loop
+    REHEARSING = "rehearsing"  # runs the script alone, or has, under a rank that another process still holds
     ALONE = "alone"  # runs the script alone, has not joined yet
     LOOP = "loop"  # in its training loop
     RERUN = "rerun"  # in a function that can be called again
@@ -63,6 +64,8 @@ class WorkerProcess:
     phase: Phase = Phase.STARTING
     rank: int | None = None
     local_rank: int | None = None
+    rehearses: int | None = None  # the rank it can take at once
+    killed: bool = False  # from here
     epoch: int = 0  # the newest round it was told
     failure: Failure | None = None
     step: int = -1  # newest committed step that it told of, and when
@@ -171,7 +174,20 @@ class Supervisor:
 
     def assign(self, worker: WorkerProcess, message: Message, rank: int, local_rank: int, phase: Phase) -> None:
         worker.rank, worker.local_rank, worker.phase = rank, local_rank, phase
-        self._open_log(worker)
+        self._hand_over(worker, message, rank)
+
+    def rehearse(self, worker: WorkerProcess, message: Message, rank: int) -> None:
+        """Let it run the script alone; it counts as a process without a rank until :meth:`adopt`."""
+        worker.rehearses, worker.phase = rank, Phase.REHEARSING
+        self._hand_over(worker, message, rank)
+
+    def adopt(self, worker: WorkerProcess, local_rank: int) -> None:
+        """Give a rehearsing process the rank that it has rehearsed."""
+        worker.rank, worker.local_rank, worker.phase, worker.rehearses = worker.rehearses, local_rank, Phase.ALONE, None
+        self._fork_missing()
+
+    def _hand_over(self, worker: WorkerProcess, message: Message, rank: int) -> None:
+        self._open_log(worker, rank)
         try:
             page = new_page()
         except OSError:  # out of descriptors: nobody will notice if this one hangs
@@ -190,6 +206,7 @@ class Supervisor:
 
     def kill(self, worker: WorkerProcess) -> None:
         """SIGKILL; the template reaps it and ends the rest of its session."""
+        worker.killed = True
         self._tell_template({"t": "kill", "pid": worker.pid})
 
     def signal(self, worker: WorkerProcess, number: int) -> None:
@@ -397,11 +414,11 @@ class Supervisor:
 
     # -- output
 
-    def _open_log(self, worker: WorkerProcess) -> None:
+    def _open_log(self, worker: WorkerProcess, rank: int) -> None:
         if self._log_dir is None:
             return
         os.makedirs(self._log_dir, exist_ok=True)
-        path = os.path.join(self._log_dir, f"{worker.rank}.{worker.pid}.log")
+        path = os.path.join(self._log_dir, f"{rank}.{worker.pid}.log")
         worker.log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
 
     def _read_output(self, worker: WorkerProcess, fd: int) -> None:

@@ -56,6 +56,8 @@ class Link:
         self._assignment: dict[str, Any] | None = None
         self._round: RoundInfo | None = None
         self._aborted_epoch = 0
+        # Set before the round that a rehearsed process joins: seconds that earlier processes of its rank have counted.
+        self.adopted: dict[str, float] | None = None
         self._abort_reason = ""
         self.waited_s = 0.0  # how long the agents waited for a node before the newest round
         self.on_abort: Callable[[int, str], None] = lambda epoch, reason: None
@@ -203,6 +205,8 @@ class Link:
             with self._changed:
                 self._assignment = {"refused": message["reason"]}
                 self._changed.notify_all()
+        elif kind == "adopted":
+            self.adopted = message["seconds"]
         elif kind == "assign":
             with self._changed:
                 message["page"] = fds[0] if fds else None
