@@ -54,6 +54,7 @@ Layout, from the top down (a file imports only what stands above it):
     worker/link.py          the line to the agent
     worker/context.py       this worker's place in the run
     footprint.py            how much of the live state is unique
+    live_body.py            bytes that are sent from live state
     capture.py              live state -> own slots
     replicate.py            own slots -> the buddies
     durable/files.py        durable/: versions on disk

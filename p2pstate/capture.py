@@ -20,6 +20,8 @@ from typing import Any
 import msgpack
 import torch
 
+from p2pstate.groups.transport import Body
+from p2pstate.live_body import LiveBody
 from p2pstate.redundancy import divide, is_held_elsewhere
 from p2pstate.slots import Header, Slot, capacity_for
 from p2pstate.state import Collected, Layout, Leaf
@@ -35,14 +37,22 @@ _FOOTER = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One part of one version in a slot: all bytes in place, digest not yet known."""
+    """One part of one version in a slot: all bytes in place, digest not yet known. Without a slot it is ``live``."""
 
     part: Part
-    slot: Slot
+    slot: Slot | None
     version: Version
     data_bytes: int
     tail_bytes: int
     num_shared_sets: int
+    live: LiveBody | None = None
+
+    @property
+    def body(self) -> Body:
+        if self.live is not None:
+            return self.live
+        assert self.slot is not None
+        return self.slot.body(self.num_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -141,11 +151,18 @@ class Capturer:
         self._pairs = {part: pair for part, pair in self._pairs.items() if part in parts}
 
     def capture(
-        self, collected: Collected, version: Version, keep: Version | None, *, set_aside: bool = False
+        self,
+        collected: Collected,
+        version: Version,
+        keep: Version | None,
+        *,
+        set_aside: bool = False,
+        num_readers: int = 0,
     ) -> list[Image]:
         """Copy the state into this rank's slots. The caller may change the state as soon as this returns.
 
-        ``set_aside``: no later version is written over this one before the next that is set aside.
+        ``set_aside``: no later version is written over this one before the next that is set aside. ``num_readers``: of
+        the own part, which then has no slot; the caller changes nothing before all have read it (see LiveBody).
         """
         own: list[Leaf] = []
         shared: dict[tuple[int, ...], list[Leaf]] = {}
@@ -154,15 +171,22 @@ class Capturer:
                 shared.setdefault(leaf.holders, []).append(leaf)
             else:
                 own.append(leaf)
-        images = [self._write(Part.own(self._rank), own, collected, version, keep, len(shared))]
+        mine = Part.own(self._rank)
+        if num_readers:
+            layout, tail = self._image(mine, own, collected)
+            live = LiveBody(layout, own, tail, num_readers)
+            images = [Image(mine, None, version, layout.num_bytes, len(tail), len(shared), live)]
+        else:
+            images = [self._write(mine, own, collected, version, keep, len(shared))]
         for members, leaves in sorted(shared.items()):
             local = [rank for rank in members if self._places[rank] == self._places[self._rank]]
             piece = local.index(self._rank)
-            mine = self._divided(members, leaves, piece, len(local))
-            kept = [leaf for leaf in leaves if leaf.name in mine]
+            names = self._divided(members, leaves, piece, len(local))
+            kept = [leaf for leaf in leaves if leaf.name in names]
             images.append(self._write(Part.shared(members, piece, len(local)), kept, collected, version, keep, 0))
         if set_aside:
             for image in images:
+                assert image.slot is not None, "what is written to disk comes from slots"
                 self._pairs[image.part].set_aside(image.slot)
         return images
 
@@ -183,10 +207,7 @@ class Capturer:
         pair = self._pairs.get(part)
         if pair is None:
             pair = self._pairs[part] = SlotPair(self._link, part, reserve=self._reserve)
-        known = self._layout_for(part, leaves, collected.tied)
-        layout = known.layout
-        values = collected.values if part.kind == "own" else b""
-        tail = known.tail_begin + msgpack.packb(values, use_bin_type=True) + _FOOTER.pack(layout.num_bytes)
+        layout, tail = self._image(part, leaves, collected)
         needed = layout.num_bytes + len(tail)
         slot = pair.target(needed, keep)
         slot.begin()
@@ -195,6 +216,13 @@ class Capturer:
             layout.write(leaves, torch.frombuffer(body, dtype=torch.uint8, count=layout.num_bytes))
         body[layout.num_bytes : needed] = tail
         return Image(part, slot, version, layout.num_bytes, len(tail), num_shared_sets)
+
+    def _image(self, part: Part, leaves: Sequence[Leaf], collected: Collected) -> tuple[Layout, bytes]:
+        """Where the data goes, and the tail."""
+        known = self._layout_for(part, leaves, collected.tied)
+        values = collected.values if part.kind == "own" else b""
+        end = msgpack.packb(values, use_bin_type=True) + _FOOTER.pack(known.layout.num_bytes)
+        return known.layout, known.tail_begin + end
 
     def _layout_for(self, part: Part, leaves: Sequence[Leaf], tied: Mapping[str, str]) -> _KnownLayout:
         """The layout of the last version while it fits: its views into the slots are reused."""

@@ -1,6 +1,6 @@
 """Before anything is captured: all ranks ask for the same, and every node has the memory that it takes.
 
-In: what each rank was asked for and has, what each node's vault may hold. Out: nothing, or ConfigError with the same
+In: what each rank was asked for and has, what each node's vault may hold. Out: the mode, or ConfigError with the same
 sentence on every rank. Ranks that start together meet; one that joins a running job looks at its own node alone, for
 the others have what they need.
 
@@ -9,6 +9,7 @@ Invariants: rank 0 decides, from what every rank says, so that no two ranks come
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from p2pstate.errors import ConfigError
 from p2pstate.memory import Bound
-from p2pstate.memory_need import RankNeed, decide
+from p2pstate.memory_need import Decision, RankNeed, decide
 from p2pstate.settings import Settings
 from p2pstate.types import RoundInfo
 
@@ -26,7 +27,7 @@ __all__ = ["look_alone", "meet"]
 
 def meet(
     store: Store, info: RoundInfo, rank: int, settings: Settings, need: RankNeed, room: Bound | None, timeout_s: float
-) -> None:
+) -> Decision:
     """All ranks of ``info`` call this once for each ``store``; ``room``: from one rank of every node.
 
     Raises ConfigError when the run cannot be protected as it is asked for; what the store raises.
@@ -37,43 +38,50 @@ def meet(
     if rank == 0:
         keys = [f"rank/{each}" for each in range(info.world_size)]
         store.wait(keys, timedelta(seconds=timeout_s))
-        refused = _why_not(info, settings, [msgpack.unpackb(store.get(key)) for key in keys])
-        store.set("refused", refused)
+        decision = _decide(info, settings, [msgpack.unpackb(store.get(key)) for key in keys])
+        store.set("decision", msgpack.packb(astuple(decision)))
     else:
-        store.wait(["refused"], timedelta(seconds=timeout_s))
-        refused = bytes(store.get("refused")).decode()
-    if refused:
-        raise ConfigError(refused)
+        store.wait(["decision"], timedelta(seconds=timeout_s))
+        decision = Decision(*msgpack.unpackb(store.get("decision")))
+    if decision.refused:
+        raise ConfigError(decision.refused)
+    return decision
 
 
-def look_alone(places: list[int], place: int, settings: Settings, need: RankNeed, room: Bound) -> None:
-    """A rank that joins at ``place``: has its node memory for as many ranks like it? Raises ConfigError."""
+def look_alone(places: list[int], place: int, settings: Settings, need: RankNeed, room: Bound) -> str:
+    """A rank that joins at ``place``: has its node memory for as many ranks like it?
+
+    Returns why it has not for the full mode (empty: it has). Raises ConfigError when it has for no mode asked for.
+    """
     nodes = ["this node" if each == place else f"place {each}" for each in places]
+    rooms, disk = {"this node": room}, settings.checkpoint is not None
     decision = decide(
-        [need] * len(places),
-        nodes,
-        {"this node": room},
-        copies=settings.copies,
-        writes_to_disk=settings.checkpoint is not None,
+        [need] * len(places), nodes, rooms, copies=settings.copies, lean=settings.lean, writes_to_disk=disk
     )
     if decision.refused:
         raise ConfigError(decision.refused)
+    return decision.said
 
 
-def _why_not(info: RoundInfo, settings: Settings, said: list[Any]) -> str:
+def _decide(info: RoundInfo, settings: Settings, said: list[Any]) -> Decision:
     needs, rooms = [], {}
     for rank, (theirs, (unique, alike, live, own), room) in enumerate(said):
         try:
             settings.check_same(0, theirs, rank)
         except ConfigError as error:
-            return str(error)
+            return Decision(str(error))
         needs.append(RankNeed(unique, alike, live, own and Bound(*own)))
         if room:
             rooms[info.node_of(rank)] = Bound(*room)
-    nodes = [worker.node for worker in info.workers]
     return decide(
-        needs, nodes, rooms, copies=settings.copies, labels=info.labels, writes_to_disk=settings.checkpoint is not None
-    ).refused
+        needs,
+        [worker.node for worker in info.workers],
+        rooms,
+        copies=settings.copies,
+        lean=settings.lean,
+        labels=info.labels,
+        writes_to_disk=settings.checkpoint is not None,
+    )
 
 
 def _packed(bound: Bound) -> list[Any]:

@@ -51,7 +51,7 @@ def wards(partners_of: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     return out
 
 
-def weaknesses(nodes: Sequence[str], copies: int = 1, labels: Labels | None = None) -> list[str]:
+def weaknesses(nodes: Sequence[str], copies: int = 1, labels: Labels | None = None, *, lean: bool = False) -> list[str]:
     """What these nodes cannot give, in sentences; nothing when every wish is met."""
     order = list(_ranks_of_nodes(nodes))
     num_copies = _num_copies(copies, len(order))
@@ -66,8 +66,14 @@ def weaknesses(nodes: Sequence[str], copies: int = 1, labels: Labels | None = No
             f"copies={copies} needs {copies + 1} nodes and there are {len(order)}: each shard has {num_copies} besides "
             "its own node's"
         )
+    if lean:
+        out.append(
+            f"in lean mode each shard is kept on {num_copies} other node{'s' * (num_copies > 1)} only: dead processes "
+            f"are replaced, and the loss of {f'{num_copies} nodes at once' if num_copies > 1 else 'a node'} may lose "
+            "the state"
+        )
     labels = labels or {}
-    holders = [(rank, *keepers) for rank, keepers in enumerate(partners(nodes, copies, labels))]
+    holders = [keepers if lean else (rank, *keepers) for rank, keepers in enumerate(partners(nodes, copies, labels))]
     for level, depth in (("zone", 1), ("rack", 2)):
         inside = [{_domain(nodes[rank], labels)[:depth] for rank in ranks} for ranks in holders]
         labelled = {_domain(node, labels)[:depth] for node in order if level in labels.get(node, {})}

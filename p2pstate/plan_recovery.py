@@ -94,12 +94,12 @@ def plan_recovery(
     lineage: Iterable[Lineage] = (),
     corrupt: frozenset[tuple[str, int]] = frozenset(),
     num_warm_steps_needed: int = NUM_WARM_STEPS,
-    copies: int = 1,
+    num_losses: int = 1,
 ) -> Plan | StartOver | StateLost:
     """Decide what all ranks of ``info`` resume from.
 
-    ``corrupt`` names (node, slot) pairs whose bytes did not match their digest: they are never used. ``copies``: how
-    many of each shard there are to be besides the own node's, and so how many nodes may be lost at once.
+    ``corrupt`` names (node, slot) pairs whose bytes did not match their digest: they are never used. ``num_losses``:
+    how many nodes a protected version outlives when they are lost at once.
     """
     by_version = _by_version(_usable(info, records, lineage, corrupt))
     seen = [report.committed_step for report in reports.values()] + [version.step for version in by_version]
@@ -120,7 +120,7 @@ def plan_recovery(
         fetches = tuple(_fetches(info, found))
         reason = f"step {version.step} of round {version.epoch} is the newest that is whole"
         reason = f"{reason}; {missing}" if missing else reason
-        return Plan(version, _keep(info, by_version, copies), fetches, max(0, max(seen) - version.step), reason)
+        return Plan(version, _keep(info, by_version, num_losses), fetches, max(0, max(seen) - version.step), reason)
     missing = missing or "no version of the training state is complete anywhere"
     if newest > NOTHING_TO_LOSE_STEP:
         return StateLost(f"training had come to step {newest}, and {missing}")

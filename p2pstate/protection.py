@@ -28,6 +28,7 @@ from p2pstate.worker.context import WorkerContext
 __all__ = ["Protection"]
 
 FIRST_VERSION_WAIT_S = 30.0
+LEAN_PATIENCE_S = 5.0  # how long a step waits for its state to be sent; then memory is taken for a copy
 DRAIN_S = 0.5  # how long copies that are under way may still arrive after a fault
 
 
@@ -114,12 +115,17 @@ class Protection:
             if STATUS.error is not None:
                 return  # an object's state_dict may have used a collective, and got an echo
             set_aside = self._saving is not None and self._saving.captures(version)
-            images = self._capturer.capture(collected, version, keep, set_aside=set_aside)
+            num_readers = len(self._context.buddies) if self._context.lean else 0
+            images = self._capturer.capture(collected, version, keep, set_aside=set_aside, num_readers=num_readers)
             self._course = self._course.captures(version)
-            self._written = {image.part for image in images} | {Part.own(ward) for ward in self._context.wards}
+            self._written = {image.part for image in images if image.slot is not None}
+            self._written |= {Part.own(ward) for ward in self._context.wards}
             self._captured_since_vote = True
             prepare = self._capturer.prepare_reserves if self._saving is not None else None
             self._shipper.ship(images, keep, transport, began, prepare)
+            for image in images:
+                if image.live is not None:
+                    image.live.settle(LEAN_PATIENCE_S, lambda: STATUS.error is not None)
         self.stats.capture_s.append(time.monotonic() - began)
         self.stats.num_captured += 1
         self.stats.num_own_bytes = sum(image.num_bytes for image in images if image.part.kind == "own")

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 from datetime import timedelta
@@ -40,7 +40,7 @@ from p2pstate.plan_recovery import (
     why_unsettled,
 )
 from p2pstate.resume import Disk
-from p2pstate.settings import Settings
+from p2pstate.settings import Asked
 from p2pstate.slots import Slot, digest_of
 from p2pstate.state import TrainingState
 from p2pstate.trace import Row
@@ -91,6 +91,7 @@ class Joined:
     source: str
     num_bytes: int
     reason: str
+    lean: bool
     end_step: int | None  # all ranks end here, because the data of one did
 
 
@@ -100,7 +101,7 @@ def join(
     registry: Registry,
     state: TrainingState,
     report: RankReport,
-    settings: Settings,
+    asked: Asked,
     phases: Phases,
     row: Row,
     join_timeout_s: float,
@@ -122,7 +123,7 @@ def join(
 
     row.begin(info.epoch)
     with phases.phase("spare"), row.inside("meet"):
-        reports = _meet(store, info, report, settings, join_timeout_s)
+        reports, lean = _meet(store, info, report, asked, join_timeout_s)
     with phases.phase("groups"), row.inside("connect"):
         if not connected:
             registry.attach(call(lambda: registry.build(info.epoch), is_over, "connecting"))
@@ -130,7 +131,7 @@ def join(
     ended_at = min((each.ended_at for each in reports.values() if each.ended_at >= 0), default=None)
     try:
         with row.inside("plan"):
-            plan = _agree(store, info, link, report.rank, reports, settings.copies, slots, phases)
+            plan = _agree(store, info, link, report.rank, reports, asked.settings.copies - lean, slots, phases)
     except (LostError, MustStartOver) as error:
         if disk is None or (isinstance(error, MustStartOver) and error.decision.start != Start.FRESH):
             raise
@@ -155,7 +156,7 @@ def join(
     if any(fetch.sender is not None for fetch in mine):
         source = "buddy" if any(f.sender is not None and f.part.kind == "own" for f in mine) else "replicas"
     pulled = sum(fetch.num_bytes for fetch in mine if fetch.sender is not None)
-    return Joined(plan.version, plan.keep, plan.steps_lost, source, pulled, plan.reason, ended_at)
+    return Joined(plan.version, plan.keep, plan.steps_lost, source, pulled, plan.reason, lean, ended_at)
 
 
 def _from_disk(
@@ -191,27 +192,44 @@ def _from_disk(
     reason = f"{in_memory}; {resolved.choice.path} is the newest good checkpoint"
     reason = "; ".join([reason, *(f"skipped {each}" for each in resolved.skipped)])
     lost = max(0, seen_step - version.step)
-    return Joined(version, version, lost, "disk", resolved.choice.manifest.num_bytes, reason, ended_at)
+    return Joined(version, version, lost, "disk", resolved.choice.manifest.num_bytes, reason, False, ended_at)
 
 
 def _meet(
-    store: Store, info: RoundInfo, report: RankReport, settings: Settings, timeout_s: float
-) -> dict[int, RankReport]:
-    """Wait until every rank has stopped what it did before: from here on no slot changes."""
-    store.set(f"join/{report.rank}", msgpack.packb([astuple(report), settings.pack()]))
+    store: Store, info: RoundInfo, report: RankReport, asked: Asked, timeout_s: float
+) -> tuple[dict[int, RankReport], bool]:
+    """Wait until every rank has stopped what it did before: from here on no slot changes. Also whether it is lean."""
+    store.set(f"join/{report.rank}", msgpack.packb([astuple(report), asked.settings.pack(), asked.mode]))
     keys = [f"join/{rank}" for rank in range(info.world_size)]
     store.wait(keys, timedelta(seconds=timeout_s))
     reports: dict[int, RankReport] = {}
+    modes = []
     for rank, key in enumerate(keys):
-        its, theirs = msgpack.unpackb(store.get(key))
+        its, theirs, its_mode = msgpack.unpackb(store.get(key))
+        modes.append(its_mode)
         reports[rank] = RankReport(*its)
         try:
-            settings.check_same(report.rank, theirs, rank)
+            asked.settings.check_same(report.rank, theirs, rank)
         except ConfigError as error:
             if report.newcomer:
                 raise  # it ends, and all start again together: then its arguments are everybody's
             raise Retryable(str(error)) from None
-    return reports
+    lean = _mode(modes, asked.settings.lean is True)
+    why_not = next((why_not for _, why_not in modes if why_not), "")
+    if why_not and not lean:
+        if asked.why_not_full:
+            raise ConfigError(f"{why_not}, and the others are not lean: all have to start again")
+        raise Retryable(f"a rank joins without memory for its copies: {why_not}")
+    return reports, lean
+
+
+def _mode(modes: Sequence[tuple[bool | None, str]], asked_for: bool) -> bool:
+    """Whether the round is lean: as it was for those who were there, else as the newcomers' nodes need it.
+
+    ``modes``: see Asked.
+    """
+    known = [lean for lean, _ in modes if lean is not None]
+    return known[0] if known else asked_for or any(why_not for _, why_not in modes)
 
 
 def _agree(
@@ -220,7 +238,7 @@ def _agree(
     link: Link,
     rank: int,
     reports: dict[int, RankReport],
-    copies: int,
+    num_losses: int,
     slots: _LocalSlots,
     phases: Phases,
 ) -> Plan:
@@ -236,7 +254,7 @@ def _agree(
         turns += [Lineage(epoch, Version(*version)) for epoch, version in lineage]
     corrupt: frozenset[tuple[str, int]] = frozenset()
     for attempt in range(len(records) + 1):
-        plan = plan_recovery(info, reports, records, turns, corrupt, copies=copies)
+        plan = plan_recovery(info, reports, records, turns, corrupt, num_losses=num_losses)
         if isinstance(plan, StartOver):
             raise MustStartOver(plan)
         if isinstance(plan, StateLost):

@@ -25,7 +25,7 @@ import xxhash
 
 from p2pstate.capture import Image, SlotPair
 from p2pstate.errors import Retryable
-from p2pstate.groups.transport import DIGEST_BYTES, Incoming, Outgoing, Payload, Transport
+from p2pstate.groups.transport import DIGEST_BYTES, Incoming, Outgoing, Payload, Transport, whole
 from p2pstate.groups.waiting import Abandoned
 from p2pstate.slots import Header, Slot, digest_of
 from p2pstate.stats import ProtectionStats
@@ -117,6 +117,11 @@ class Shipper:
                 raise Abandoned("shipping was given up: the round is over")
             slot.complete(header)
 
+    def _publish_own(self, image: Image, digest: bytes) -> None:
+        """What has no slot is complete at the buddies only."""
+        if image.slot is not None:
+            self.publish(image.slot, image.header(digest))
+
     def _run(self) -> None:
         while True:
             with self._changed:
@@ -130,9 +135,11 @@ class Shipper:
                 if job.afterwards is not None:
                     job.afterwards(job.images)
             except Exception as error:
+                _let_go(job.images)
                 self._finish(None)
                 told(error)
             else:
+                _let_go(job.images)
                 self._stats.protected_s.append(time.monotonic() - job.began)
                 self._finish(version)
             del job
@@ -149,12 +156,11 @@ class Shipper:
         shared: dict[Part, bytes] = {}
         for image in job.images:
             if image is not own:
-                shared[image.part] = digest_of(image.slot.body(image.num_bytes))
-                self.publish(image.slot, image.header(shared[image.part]))
-        body = own.slot.body(own.num_bytes)
-        payload = Payload(body, on_digest=lambda digest: self.publish(own.slot, own.header(digest)))
+                shared[image.part] = digest_of(whole(image.body))
+                self._publish_own(image, shared[image.part])
+        payload = Payload(own.body, on_digest=lambda digest: self._publish_own(own, digest))
         if not self._buddies:
-            payload.hashed(digest_of(body))
+            payload.hashed(digest_of(whole(own.body)))
         head = _head(own, shared)
         arrivals = [_Arrival(self, ward, own.version, job.keep, shared) for ward in self._ward_slots]
         job.transport.exchange(
@@ -221,6 +227,7 @@ class _Arrival:
 
     def arrived(self, computed: bytes, announced: bytes) -> None:
         assert self._image is not None
+        assert self._image.slot is not None
         # What this rank and its ward hold alike was captured on both nodes: the digests tell whether it still is.
         for part, digest in self._shared.items():
             if self._rows.get(_name(part), digest) != digest:
@@ -228,6 +235,13 @@ class _Arrival:
         if computed != announced:
             raise Retryable(f"the copy of shard {self.ward} arrived with another digest than it was sent with")
         self._shipper.publish(self._image.slot, self._image.header(computed))
+
+
+def _let_go(images: Sequence[Image]) -> None:
+    """Whoever waits for the live state to be read need not any more."""
+    for image in images:
+        if image.live is not None:
+            image.live.give_up()
 
 
 def _head(own: Image, shared: Mapping[Part, bytes]) -> bytes:

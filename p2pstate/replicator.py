@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -49,6 +49,9 @@ class Replicator:
         extra: plain values (numbers, strings, lists, dictionaries) of the training loop itself; captured and restored
             with the rest, in place. Also reachable as ``state.extra``.
         rng: capture the random state of Python, NumPy and torch.
+        lean: True keeps no copy of a shard on its own node, half of the memory by default: dead processes are replaced
+            as ever, from the other nodes' copies, but nodes may be lost only down to one copy (with ``copies=1``:
+            none). A step waits until its state has been sent. "auto": only where nothing else fits, which is said.
         copies: how many copies of each rank's shard there are besides the own node's, 1 to 3, each on another node: a
             version is protected when all are complete, and then outlives the loss of as many nodes at once. With fewer
             nodes there are fewer copies, and the agents say so.
@@ -77,6 +80,7 @@ class Replicator:
         extra: MutableMapping[str, Any] | None = None,
         rng: bool = True,
         copies: int = 1,
+        lean: bool | Literal["auto"] = "auto",
         every: int = 1,
         max_overhead: float = 0.02,
         recovery_timeout_s: float = 300.0,
@@ -97,7 +101,7 @@ class Replicator:
                 "save under torchrun with torch.distributed.checkpoint as before"
             )
         policy = None if checkpoint is None else _policy(checkpoint, checkpoint_every, checkpoint_keep)
-        settings = Settings(every=every, max_overhead=max_overhead, copies=copies, checkpoint=policy)
+        settings = Settings(every=every, max_overhead=max_overhead, copies=copies, lean=lean, checkpoint=policy)
         models = [c for c in components if isinstance(c, torch.nn.Module)]
         optimizers = [c for c in components if isinstance(c, torch.optim.Optimizer)]
         objects: dict[str, Any] = {}
@@ -120,7 +124,7 @@ class Replicator:
         state = TrainingState(models, optimizers, objects, extra=self.extra, rng=rng)
         _check_run(context, state, settings, recovery_timeout_s)
         context.copies = copies
-        context.link.send("copies", copies=copies)
+        context.tell_copies()
         protection = Protection(context, state, settings)
         self._loop = Loop(
             context,
@@ -202,16 +206,20 @@ class Replicator:
 
 
 def _check_run(context: WorkerContext, state: TrainingState, settings: Settings, timeout_s: float) -> None:
-    """Raises ConfigError when ranks ask for different things, or a node has not the memory for what they ask for."""
+    """Whether the run is lean. Raises ConfigError when ranks ask for different things, or a node has not the memory."""
     need = memory_need(state, context.rank, context.places)
     if context.info is None:
-        look_alone(context.places, context.rank // context.num_local, settings, need, context.link.room())
+        place = context.rank // context.num_local
+        context.why_not_full = look_alone(context.places, place, settings, need, context.link.room())
         return
     context.num_meetings += 1
     assert REGISTRY.make_store is not None
     store = PrefixStore(f"replicator/{context.num_meetings}", REGISTRY.make_store(context.info.epoch))
     room = context.link.room() if context.local_rank == 0 else None
-    meet(store, context.info, context.rank, settings, need, room, timeout_s)
+    decision = meet(store, context.info, context.rank, settings, need, room, timeout_s)
+    context.lean = decision.lean
+    if decision.said and context.rank == 0:
+        context.link.send("event", kind="lean", text=decision.said)
 
 
 def _default_group() -> P2PGroup:

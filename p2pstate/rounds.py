@@ -18,6 +18,7 @@ from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
 from p2pstate.recover import ROUND_FAILED, Joined, LostError, MustStartOver, Phases, join
 from p2pstate.resume import Disk
+from p2pstate.settings import Asked
 from p2pstate.state import TrainingState
 from p2pstate.trace import JOIN
 from p2pstate.types import RoundInfo, Start
@@ -134,10 +135,9 @@ class Rounds:
         context.joining = True
         try:
             row = STATUS.trace.row(JOIN)
-            settings, limit_s = self._protection.settings, self._recovery_timeout_s
-            joined = join(
-                info, link, REGISTRY, self._state, report, settings, phases, row, limit_s, connected, self._disk
-            )
+            asked = Asked(self._protection.settings, context.lean, context.why_not_full)
+            limit_s = self._recovery_timeout_s
+            joined = join(info, link, REGISTRY, self._state, report, asked, phases, row, limit_s, connected, self._disk)
         except MustStartOver as error:
             link.send("start_over", epoch=info.epoch, start=error.decision.start, reason=error.decision.reason)
         except LostError as error:
@@ -147,6 +147,8 @@ class Rounds:
                 link.send("error", epoch=info.epoch, text=f"joining failed: {error}")
         else:
             context.info = info
+            context.lean = joined.lean
+            context.tell_copies()
             link.send("resumed", epoch=info.epoch, version=list(joined.version))
             return joined
         finally:

@@ -6,12 +6,12 @@ In: arguments of a Replicator. Out: one frozen value, valid, and the same on all
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from p2pstate.errors import ConfigError
 from p2pstate.placement import MAX_COPIES
 
-__all__ = ["CheckpointPolicy", "Settings"]
+__all__ = ["Asked", "CheckpointPolicy", "Settings"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,27 @@ class CheckpointPolicy:
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """What one rank brings into a round. ``lean``: whether there is no copy on the own node, None if it joins the run
+    and does not know; ``why_not_full``: why the node of one that joins has no memory for it, empty if it has."""
+
+    settings: Settings
+    lean: bool | None
+    why_not_full: str
+
+    @property
+    def mode(self) -> tuple[bool | None, str]:
+        return self.lean, self.why_not_full
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     """See Replicator. Raises ValueError for a value that has no meaning."""
 
     every: int = 1
     max_overhead: float = 0.02
     copies: int = 1
+    lean: bool | Literal["auto"] = "auto"
     checkpoint: CheckpointPolicy | None = None
 
     def __post_init__(self) -> None:
@@ -53,6 +68,13 @@ class Settings:
             raise ValueError(
                 f"copies={self.copies}: 1 to {MAX_COPIES} copies can be kept besides the own node's, each on another "
                 "node; as many nodes may be lost at once"
+            )
+
+        if self.lean is not True and self.lean is not False and self.lean != "auto":
+            raise ValueError(f"lean={self.lean!r}: give True, False or 'auto'")
+        if self.lean is True and self.checkpoint is not None:
+            raise ValueError(
+                "lean=True keeps no copy on the own node, and checkpoint= writes from that one: leave one of them out"
             )
 
     def pack(self) -> dict[str, Any]:

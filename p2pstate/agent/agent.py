@@ -320,8 +320,8 @@ class Agent:
     def _on_rerunnable(self, worker: WorkerProcess) -> None:
         worker.phase = Phase.RERUN
 
-    def _on_copies(self, worker: WorkerProcess, copies: int) -> None:
-        self._weaknesses.on_copies(copies)
+    def _on_copies(self, worker: WorkerProcess, copies: int, lean: bool) -> None:
+        self._weaknesses.on_copies(copies, lean)
 
     def _on_resumed(self, worker: WorkerProcess, epoch: int, version: list[int]) -> None:
         worker.phase = Phase.LOOP

@@ -192,8 +192,8 @@ class VaultKeeper:
 
     # -- what workers say (see worker/link.py and steps.py)
 
-    def _on_copies(self, worker: _Worker, copies: int) -> None:
-        self._weaknesses.on_copies(copies)
+    def _on_copies(self, worker: _Worker, copies: int, lean: bool) -> None:
+        self._weaknesses.on_copies(copies, lean)
 
     def _on_resumed(self, worker: _Worker, epoch: int, version: list[int]) -> None:
         self._lineage[epoch] = version

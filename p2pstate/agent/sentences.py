@@ -32,6 +32,8 @@ class Sentences:
             if fields["step"] is not None:
                 found = f"step {fields['step']} is resumed from {fields['path']}"
             return ", ".join([f"{fields['reason']}: {found}", *(f"skipped {each}" for each in fields["skipped"])])
+        if kind == "lean":
+            return str(fields["text"])
         if kind == "recovery":
             return (
                 f"rank {rank} resumed step {fields['version'][1]} from {fields['source']}"

@@ -15,7 +15,7 @@ __all__ = ["Weaknesses"]
 class Weaknesses:
     def __init__(self, events: EventLog) -> None:
         self._events = events
-        self._copies = 1  # until a worker has made its Replicator
+        self._copies, self._lean = 1, False  # until a worker has made its Replicator
         self._info: RoundInfo | None = None
         self.told: list[str] = []
 
@@ -23,14 +23,15 @@ class Weaknesses:
         self._info = info
         self._tell()
 
-    def on_copies(self, copies: int) -> None:
-        self._copies = copies
+    def on_copies(self, copies: int, lean: bool) -> None:
+        self._copies, self._lean = copies, lean
         self._tell()
 
     def _tell(self) -> None:
         if self._info is None:
             return
-        found = weaknesses([worker.node for worker in self._info.workers], self._copies, self._info.labels)
+        nodes = [worker.node for worker in self._info.workers]
+        found = weaknesses(nodes, self._copies, self._info.labels, lean=self._lean)
         for text in found:
             if text not in self.told:
                 self._events.emit("weakness", text, text=text)

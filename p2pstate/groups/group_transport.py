@@ -31,6 +31,7 @@ from p2pstate.groups.transport import (
     accepted,
     pack_frame,
     unpack_frame,
+    whole,
 )
 
 __all__ = ["CHUNK_BYTES", "GroupTransport"]
@@ -92,7 +93,8 @@ class GroupTransport:
             body = accepted(message, bytes(head), body_bytes)
             bodies.append(_Piece(message.sender, body, xxhash.xxh3_128()))
         self._part(
-            [_Piece(out.to, out.payload.body, hasher) for out, hasher in zip(outgoing, hashers, strict=True)], bodies
+            [_Piece(out.to, whole(out.payload.body), hasher) for out, hasher in zip(outgoing, hashers, strict=True)],
+            bodies,
         )
         for out, hasher in zip(outgoing, hashers, strict=True):
             if hasher is not None:

@@ -20,13 +20,31 @@ import xxhash
 
 from p2pstate.errors import Retryable
 
-__all__ = ["DIGEST_BYTES", "FRAME_BYTES", "Incoming", "OnError", "Outgoing", "Payload", "TransferFailed", "Transport"]
+__all__ = [
+    "DIGEST_BYTES",
+    "FRAME_BYTES",
+    "Body",
+    "Incoming",
+    "OnError",
+    "Outgoing",
+    "Payload",
+    "TransferFailed",
+    "Transport",
+]
 
 DIGEST_BYTES = 16
 MAX_HEAD_BYTES = 1 << 20
 _MAGIC = b"p2pbulk1"
 _FRAME = struct.Struct("<8sQQ")  # magic, bytes of the head, bytes of the body
 FRAME_BYTES = _FRAME.size
+
+
+class Body(Protocol):
+    """What is sent: a memoryview, or something that makes one of each slice."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, at: slice, /) -> memoryview: ...
 
 
 OnError = Callable[[Exception], None]
@@ -44,7 +62,7 @@ class Payload:
     """
 
     def __init__(
-        self, body: memoryview, digest: bytes | None = None, on_digest: Callable[[bytes], None] = lambda digest: None
+        self, body: Body, digest: bytes | None = None, on_digest: Callable[[bytes], None] = lambda digest: None
     ) -> None:
         self.body = body
         self._digest = digest
@@ -117,6 +135,11 @@ class Transport(Protocol):
     def release(self) -> threading.Event:
         """Cut, and close everything in the background; the event is set once nothing of it is left."""
         ...
+
+
+def whole(body: Body) -> memoryview:
+    """All of it in one piece."""
+    return body[: len(body)]
 
 
 def pack_frame(message: Outgoing) -> bytes:

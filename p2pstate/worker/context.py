@@ -41,6 +41,8 @@ class WorkerContext:
     raised: tuple[int, str] | None = None
     unfinished: Callable[[], None] | None = None  # agrees on the end of a loop that was left, perhaps by an exception
     failing: bool = False  # the script ends by an exception: nobody waits for its loop any more
+    lean: bool | None = None  # there is no copy on the own node; None: not known before a newcomer has joined
+    why_not_full: str = ""  # why this newcomer's node has no memory for one
     left_early: str = ""  # where a loop was left while its step was being discarded
 
     def leave(self, reason: str) -> NoReturn:
@@ -75,6 +77,11 @@ class WorkerContext:
         if self.info is None:
             return partners([f"place {place}" for place in self.places], self.copies)
         return partners([worker.node for worker in self.info.workers], self.copies, self.info.labels)
+
+    def tell_copies(self) -> None:
+        """The agent says what these copies do not protect from."""
+        if self.lean is not None:
+            self.link.send("copies", copies=self.copies, lean=self.lean)
 
     def watch(self, registry: Registry, status: Status) -> None:
         """Connect errors, aborts and connections: whatever happens first frees every blocked thread."""

@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
 import torch
 
 from cluster import Cluster
@@ -59,22 +60,49 @@ def train(folder: Path, kill: str, environ: dict[str, str], spares: int, *settin
         return cluster.events.new()
 
 
+def assert_same_end(folder: Path, undisturbed: Path) -> None:
+    for rank in range(4):
+        found, expected = (torch.load(run / f"final-{rank}.pt") for run in (folder, undisturbed))
+        assert len(found["state"]) == len(expected["state"])
+        assert all(map(torch.equal, found["state"], expected["state"])), f"rank {rank} differs"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, fork_server: dict[str, str]) -> Path:
+    folder = tmp_path_factory.mktemp("copies") / "undisturbed"
+    train(folder, "-", fork_server, 0)
+    return folder
+
+
 def test_two_nodes_that_hold_each_others_shard_die_at_once_and_two_copies_outlive_it(
-    tmp_path: Path, fork_server: dict[str, str]
+    undisturbed: Path, tmp_path: Path, fork_server: dict[str, str]
 ) -> None:
     pairing = partners([f"node{rank}" for rank in range(4)], copies=2)
     assert 2 in pairing[1]
     assert partners([f"node{rank}" for rank in range(4)])[1] == (3,), "with one copy, another rank holds it"
-    train(tmp_path / "undisturbed", "-", fork_server, 0)
     events = train(tmp_path / "killed", "6:1,2:node", fork_server, 2, "copies=2")
     assert len(list((tmp_path / "killed").glob("killed-*"))) == 2
-    for rank in range(4):
-        found, expected = (torch.load(tmp_path / run / f"final-{rank}.pt") for run in ("killed", "undisturbed"))
-        assert len(found["state"]) == len(expected["state"])
-        assert all(map(torch.equal, found["state"], expected["state"])), f"rank {rank} differs"
+    assert_same_end(tmp_path / "killed", undisturbed)
     sources = {event["rank"]: event["source"] for event in events if event["event"] == "recovery"}
     assert sources == {0: "survivor", 1: "buddy", 2: "buddy", 3: "survivor"}
     assert [event for event in events if event["event"] == "weakness"] == []
+
+
+@pytest.mark.parametrize(
+    ("kill", "settings", "spares"),
+    [("6:1", ("lean=true",), 0), ("6:1:node", ("lean=true", "copies=2"), 1)],
+    ids=["worker", "node"],
+)
+def test_without_copies_on_their_own_nodes_all_roll_back_over_the_network(
+    kill: str, settings: tuple[str, ...], spares: int, undisturbed: Path, tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    events = train(tmp_path / "killed", kill, fork_server, spares, *settings)
+    assert (tmp_path / "killed" / "killed-1").exists()
+    assert_same_end(tmp_path / "killed", undisturbed)
+    sources = {event["rank"]: (event["source"], event["bytes"] > 0) for event in events if event["event"] == "recovery"}
+    assert sources == dict.fromkeys(range(4), ("buddy", True))
+    (told,) = {event["text"] for event in events if event["event"] == "weakness"}
+    assert told.startswith("in lean mode each shard is kept on")
 
 
 def test_fewer_nodes_than_copies_ask_for_are_said_and_trained_on(tmp_path: Path, fork_server: dict[str, str]) -> None:
@@ -103,7 +131,7 @@ def test_ranks_that_ask_for_different_numbers_of_copies_end_the_run_with_both(
         while cluster.running() and time.monotonic() < deadline:
             time.sleep(0.02)
         assert set(cluster.exit_codes().values()) == {78}, cluster.log_tails()
-        assert "rank 1 asks for copies=2 and rank 0 for copies=1" in cluster.log_tails()
+        assert "rank 0 asks for copies=1 and rank 1 for copies=2" in cluster.log_tails()
 
 
 def shards_kept(cluster: Cluster, name: str) -> set[str]:

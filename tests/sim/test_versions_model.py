@@ -41,6 +41,10 @@ CLUSTERS = {
     "three nodes, a crash": Cluster(RING, (), CRASH, 2, eager=True),
     "three nodes, a loss": Cluster(RING, (), LOSS, 2, eager=True),
     "four nodes, a crash": Cluster(PAIRS, (), CRASH, 1, eager=True),
+    "lean on two nodes, two crashes": Cluster(TWO, (), Faults(crashes=2), 1, eager=True, lean=True),
+    "lean with two copies on three nodes, a crash and a loss": Cluster(
+        RING, (), CRASH_AND_LOSS, 0, copies=2, eager=True, brief=True, lean=True
+    ),
     "two copies on three nodes, a step and a crash": Cluster(RING, (), CRASH, 1, copies=2, eager=True, brief=True),
     "two copies on three nodes, a crash and two lost at once": Cluster(
         RING, (), CRASH_AND_TWO_AT_ONCE, 0, copies=2, eager=True, brief=True
@@ -95,12 +99,16 @@ def never_tries_again(course: Course, step: int, everywhere: Version, mine: Vers
 
 
 def goes_back_too_far(
-    info: RoundInfo, reports: Mapping[int, RankReport], records: list[SlotRecord], lineage: list[Lineage], copies: int
+    info: RoundInfo,
+    reports: Mapping[int, RankReport],
+    records: list[SlotRecord],
+    lineage: list[Lineage],
+    num_losses: int,
 ) -> Plan | StartOver | StateLost:
     versions = sorted({record.version for record in records if record.version})
     if len(versions) > 1 and versions[-2].step > 0:  # before, a start from scratch is right
         records = [record for record in records if record.version != versions[-1]]
-    return plan_recovery(info, reports, records, lineage, copies=copies)
+    return plan_recovery(info, reports, records, lineage, num_losses=num_losses)
 
 
 # name: the mutant, the cluster it is let loose in, what has to be found
@@ -121,7 +129,7 @@ MUTANTS = {
         "decides otherwise than the others",
     ),
     "void versions are used": (
-        Rules(plan=lambda info, reports, records, lineage, copies: plan_recovery(info, reports, records)),
+        Rules(plan=lambda info, reports, records, lineage, num_losses: plan_recovery(info, reports, records)),
         Cluster(TWO, (), SILENCE, 2, eager=True),
         "which is void",
     ),
@@ -151,7 +159,7 @@ MUTANTS = {
         "the newest that is whole is",
     ),
     "with two copies, only the loss of one node is thought of": (
-        Rules(plan=lambda info, reports, records, lineage, copies: plan_recovery(info, reports, records, lineage)),
+        Rules(plan=lambda info, reports, records, lineage, num_losses: plan_recovery(info, reports, records, lineage)),
         Cluster(RING, (), CRASH, 1, copies=2, eager=True, brief=True),
         "was protected, and None is the newest that is whole, should node . and . die now",
     ),

@@ -132,9 +132,12 @@ class Rules:
 @dataclass(frozen=True)
 class Cluster:
     """``places``: of every rank. ``shared``: sets of ranks that hold leaves alike; a rank is in one set at most.
-    ``copies``: of each shard besides the own node's. ``eager``: from its capture on a rank counts as writing its wards'
-    slots, earlier than a message can begin: less is left at any instant, so no less is shown, in far fewer states.
-    ``brief``: once no fault may happen any more, one fair run is followed instead of every one."""
+    ``copies``: of each shard besides the own node's; ``lean``: there is none on that.
+
+    ``eager``: from its capture on a rank counts as writing its wards' slots, earlier than a message can begin: less is
+    left at any instant, so no less is shown, in far fewer states. ``brief``: once no fault may happen any more, one
+    fair run is followed instead of every one.
+    """
 
     places: tuple[int, ...]
     shared: tuple[tuple[int, ...], ...]
@@ -144,6 +147,12 @@ class Cluster:
     copies: int = 1
     eager: bool = False
     brief: bool = False
+    lean: bool = False
+
+    @property
+    def num_losses(self) -> int:
+        """So many nodes may be lost at once."""
+        return self.copies - self.lean
 
     @functools.cached_property
     def partners(self) -> list[tuple[int, ...]]:
@@ -158,7 +167,7 @@ class Cluster:
     @functools.cached_property
     def losses(self) -> list[frozenset[int]]:
         """Every set of nodes whose loss a protected version outlives, the empty one among them."""
-        sizes = range(self.copies + 1)
+        sizes = range(self.num_losses + 1)
         return [frozenset(gone) for size in sizes for gone in itertools.combinations(self.nodes, size)]
 
     @functools.cached_property
@@ -205,7 +214,8 @@ class Cluster:
 
     @functools.cached_property
     def _holders(self) -> list[set[int]]:
-        return [{self.places[r], *(self.places[k] for k in its)} for r, its in enumerate(self.partners)]
+        keepers = [{self.places[k] for k in its} for its in self.partners]
+        return keepers if self.lean else [{self.places[r], *its} for r, its in enumerate(keepers)]
 
 
 class Renaming(NamedTuple):
@@ -307,7 +317,9 @@ class Model:
         if rank.job and not rank.job.done:
             raise Violation(f"rank {r} captures step {rank.step} while {rank.job.version} is being shipped")
         version, keep = Version(state.epoch, rank.step), rank.course.kept
-        held, wards = self._write(state.held, r, OWN, version, keep), self.cluster.wards[r]
+        held, wards = state.held, self.cluster.wards[r]
+        if not self.cluster.lean:
+            held = self._write(held, r, OWN, version, keep)
         for which in range(1 + len(wards), len(held[r])):
             held = self._write(held, r, which, version, keep)
         if self.cluster.eager:
@@ -511,7 +523,7 @@ class Model:
 
     def _in_all_places(self, held: Holdings, version: Version) -> bool:
         slot = (*version, True)
-        return all(slot in pair for pairs in held for pair in pairs)
+        return all(slot in pair for pairs in held for pair in (pairs[1:] if self.cluster.lean else pairs))
 
     def _check_fetches(self, held: Holdings, plan: Plan) -> None:
         """What a rank is told to take is there, complete, and all that it needs."""
@@ -561,7 +573,7 @@ class Model:
             told = {r: RankReport(r, new, 9, step) for r, (new, step) in enumerate(reports)}
             lineage = [Lineage(at, version) for at, version in sorted(turns)]
             records = self._records(state.held)
-            self._plans[key] = self.rules.plan(info, told, records, lineage, copies=self.cluster.copies)
+            self._plans[key] = self.rules.plan(info, told, records, lineage, num_losses=self.cluster.num_losses)
         return self._plans[key]
 
     def _records(self, held: Holdings) -> list[SlotRecord]:

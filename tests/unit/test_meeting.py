@@ -26,10 +26,10 @@ def outcomes(settings: list[Settings], needs: list[RankNeed], rooms: list[Bound 
 
     def of(rank: int) -> str:
         try:
-            meet(store, INFO, rank, settings[rank], needs[rank], rooms[rank], DEADLINE_S)
+            decision = meet(store, INFO, rank, settings[rank], needs[rank], rooms[rank], DEADLINE_S)
         except ConfigError as error:
             return str(error)
-        return ""
+        return "lean" if decision.lean else ""
 
     with ThreadPoolExecutor(len(settings)) as pool:
         return list(pool.map(of, range(len(settings))))
@@ -48,13 +48,24 @@ def test_rank_that_asks_for_something_else_ends_all_with_one_sentence() -> None:
 
 
 def test_node_that_is_too_small_ends_all_with_its_figures() -> None:
-    found = outcomes([Settings()] * 4, [RankNeed(GIB, 0)] * 4, [PLENTY, None, Bound(6 * GIB, "a limit"), None])
+    rooms = [PLENTY, None, Bound(6 * GIB, "a limit"), None]
+    found = outcomes([Settings(lean=False)] * 4, [RankNeed(GIB, 0)] * 4, rooms)
     assert len(set(found)) == 1
     assert found[0].startswith("n1 needs 8321 MiB")
 
 
+def test_node_that_is_too_small_for_own_copies_makes_all_lean() -> None:
+    rooms = [PLENTY, None, Bound(6 * GIB, "a limit"), None]
+    assert outcomes([Settings()] * 4, [RankNeed(GIB, 0)] * 4, rooms) == ["lean"] * 4
+
+
 def test_rank_that_joins_is_refused_when_its_node_is_too_small_for_as_many_like_it() -> None:
-    places = [0, 0, 1, 1]
-    look_alone(places, 1, Settings(), RankNeed(GIB, 0), Bound(9 * GIB, "a limit"))
+    places, full, auto, need = [0, 0, 1, 1], Settings(lean=False), Settings(), RankNeed(GIB, 0)
+    assert look_alone(places, 1, full, need, Bound(9 * GIB, "a limit")) == ""
+    assert look_alone(places, 1, auto, need, Bound(9 * GIB, "a limit")) == ""
+    assert look_alone(places, 1, auto, need, Bound(8 * GIB, "a limit")).startswith("this node needs 8321 MiB")
+    assert look_alone(places, 1, Settings(lean=True), need, Bound(8 * GIB, "a limit")) == ""
     with pytest.raises(ConfigError, match="this node needs 8321 MiB"):
-        look_alone(places, 1, Settings(), RankNeed(GIB, 0), Bound(8 * GIB, "a limit"))
+        look_alone(places, 1, full, need, Bound(8 * GIB, "a limit"))
+    with pytest.raises(ConfigError, match=r"this node needs 4160 MiB .*lean"):
+        look_alone(places, 1, auto, need, Bound(4 * GIB, "a limit"))

@@ -60,8 +60,49 @@ def test_node_with_too_little_is_refused_with_the_figures() -> None:
     assert decision.refused == (
         "b needs 4160 MiB of host memory to keep 4 bytes per byte of unique state (copies=1), and 3072 MiB are left "
         "(the memory limit of control group /x, 4096 MiB): give the run more memory or more nodes, or divide the state "
-        "over more ranks"
+        "over more ranks, or allow lean mode (lean='auto')"
     )
+
+
+def test_run_that_fits_only_without_copies_on_the_own_nodes_is_lean_and_says_why() -> None:
+    rooms = plenty(TWO) | {"b": Bound(3 * GIB, "a limit")}
+    decision = decide([RankNeed(GIB, 0)] * 2, TWO, rooms, lean="auto")
+    assert (decision.refused, decision.lean) == ("", True)
+    assert decision.said == (
+        "b needs 4160 MiB of host memory to keep 4 bytes per byte of unique state (copies=1), and 3072 MiB are left "
+        "(a limit); so each shard is kept on other nodes only (lean mode)"
+    )
+    assert decide([RankNeed(GIB, 0)] * 2, TWO, plenty(TWO), lean="auto") == decide(
+        [RankNeed(GIB, 0)] * 2, TWO, rooms={}
+    )
+    assert decide([RankNeed(GIB, 0)] * 2, TWO, plenty(TWO), lean=True).lean
+    assert decide([RankNeed(GIB, 0)] * 2, TWO, plenty(TWO), lean=True).said == ""
+
+
+@pytest.mark.parametrize(("copies", "factor"), [(1, 2), (2, 4), (3, 6)])
+def test_lean_mode_takes_two_versions_at_every_partner_and_none_here(copies: int, factor: int) -> None:
+    found = bytes_on_nodes([RankNeed(GIB, 0)] * 4, FOUR, copies=copies, lean=True)
+    assert found == dict.fromkeys(FOUR, factor * slot_bytes(GIB))
+
+
+def test_node_that_is_alone_keeps_its_own_copies_whatever_the_mode() -> None:
+    assert bytes_on_nodes([RankNeed(GIB, 0)], ["a"], lean=True) == {"a": 2 * slot_bytes(GIB)}
+    refused = decide([RankNeed(GIB, 0)], ["a"], {"a": Bound(GIB, "a limit")}, lean="auto").refused
+    assert refused.startswith("a needs 2080 MiB of host memory to keep 2 bytes per byte of unique state (copies=1)")
+    assert "lean" not in refused
+
+
+def test_run_that_does_not_even_fit_lean_is_refused_with_the_smaller_figure() -> None:
+    rooms = plenty(TWO) | {"a": Bound(GIB, "a limit")}
+    refused = decide([RankNeed(GIB, 0)] * 2, TWO, rooms, lean="auto").refused
+    assert refused.startswith(
+        "a needs 2080 MiB of host memory to keep 2 bytes per byte of unique state (copies=1, lean)"
+    )
+
+
+def test_run_that_writes_to_disk_is_never_lean_by_itself() -> None:
+    rooms = plenty(TWO) | {"a": Bound(3 * GIB, "a limit")}
+    assert "4 bytes" in decide([RankNeed(GIB, 0)] * 2, TWO, rooms, lean="auto", writes_to_disk=True).refused
 
 
 def test_optimizer_state_to_come_needs_room_beside_the_copies() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from p2pstate.errors import ConfigError
-from p2pstate.settings import Settings
+from p2pstate.settings import CheckpointPolicy, Settings
 
 
 @pytest.mark.parametrize(
@@ -14,12 +16,14 @@ from p2pstate.settings import Settings
         ({"copies": 0}, "copies=0: 1 to 3 copies"),
         ({"copies": 4}, "copies=4: 1 to 3 copies"),
         ({"copies": 1.5}, "copies=1.5: 1 to 3 copies"),
+        ({"lean": 1}, "lean=1: give True"),
+        ({"lean": True, "checkpoint": CheckpointPolicy("/x", 1, None, 1)}, "lean=True keeps no copy on the own node"),
         ({"every": 0}, "every=0: capture"),
         ({"max_overhead": 1.0}, "max_overhead=1.0: a fraction"),
         ({"max_overhead": -0.1}, "max_overhead=-0.1: a fraction"),
     ],
 )
-def test_settings_without_a_meaning_are_refused(arguments: dict[str, float], sentence: str) -> None:
+def test_settings_without_a_meaning_are_refused(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Settings(**arguments)
 

@@ -1,11 +1,12 @@
 """A small model under one of several parallelisms; kills itself once at a given step, leaves its final state.
 
 Arguments: form (hsdp, fsdp_tp, fsdp_uneven, ddp_subgroup), folder, steps, where to die ("STEP:RANKS" or
-"STEP:RANKS:node", ranks with commas, or "-"), and for the Replicator NAME=NUMBER.
+"STEP:RANKS:node", ranks with commas, or "-"), and for the Replicator NAME=VALUE (JSON).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -91,7 +92,7 @@ def main() -> None:
     model, seed = build(form, rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     data = Data(seed, 13 if form == "fsdp_uneven" else 16)
-    settings = {name: int(number) for name, _, number in (text.partition("=") for text in sys.argv[5:])}
+    settings = {name: json.loads(value) for name, _, value in (text.partition("=") for text in sys.argv[5:])}
     state = p2pstate.Replicator(model, optimizer, data=data, **settings)
 
     def train_step(batch: torch.Tensor) -> torch.Tensor:
