@@ -116,24 +116,36 @@ class Shards:
         return [shard.fingerprint for shard in self._shards]
 
     def read(self, start: int, count: int) -> NDArray[Any]:
-        """Tokens ``start`` to ``start + count``. DataChanged if a file changed since it was opened."""
+        """Tokens ``start`` to ``start + count``, not to be written to. DataChanged if a file changed since it was
+        opened."""
         if not 0 <= start <= start + count <= self.num_tokens:
             raise IndexError(f"tokens {start} to {start + count} are not within the {self.num_tokens} tokens there are")
-        out = np.empty(count, dtype=self.dtype)
-        filled, number = 0, bisect.bisect_right(self._ends, start)
-        while filled < count:
-            shard = self._shards[number]
-            first = start + filled - (self._ends[number] - shard.num_tokens)
-            piece = min(count - filled, shard.num_tokens - first)
-            offset = shard.offset_bytes + first * self.dtype.itemsize
-            view = out[filled : filled + piece].view(np.uint8).data
-            descriptor = self._descriptor(number)
-            num_read = os.preadv(descriptor, [view], offset)
-            status = os.fstat(descriptor)
-            if (status.st_size, status.st_mtime_ns) != (shard.size_bytes, shard.modified_ns) or num_read != len(view):
-                raise _changed(shard.path, shard.size_bytes, status.st_size, "since it was opened")
-            filled, number = filled + piece, number + 1
-        return out
+        number = bisect.bisect_right(self._ends, start)
+        if start + count <= self._ends[min(number, len(self._ends) - 1)]:
+            return self._piece(number, start, count)
+        pieces = []
+        while count:
+            length = min(count, self._ends[number] - start)
+            pieces.append(self._piece(number, start, length))
+            start, count, number = start + length, count - length, number + 1
+        return np.concatenate(pieces)
+
+    def _piece(self, number: int, start: int, count: int) -> NDArray[Any]:
+        """Tokens that are all in one file."""
+        if not count:
+            return np.empty(0, dtype=self.dtype)
+        shard, itemsize = self._shards[number], self.dtype.itemsize
+        first = start - (self._ends[number] - shard.num_tokens)
+        descriptor = self._descriptor(number)
+        data = os.pread(descriptor, count * itemsize, shard.offset_bytes + first * itemsize)
+        status = os.fstat(descriptor)
+        if (
+            status.st_size != shard.size_bytes
+            or status.st_mtime_ns != shard.modified_ns
+            or len(data) != count * itemsize
+        ):
+            raise _changed(shard.path, shard.size_bytes, status.st_size, "since it was opened")
+        return np.frombuffer(data, dtype=self.dtype)
 
     def check_all(self) -> None:
         """Read every byte and compare with what ``p2pstate data pack`` wrote. DataChanged names the first

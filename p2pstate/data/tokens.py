@@ -43,6 +43,8 @@ class MmapTokens(torch.utils.data.Dataset[Any]):
         DataChanged: a file is not what it was when it was packed, or, while reading, when it was opened.
     """
 
+    draws_random = False  # a Loader need not seed random streams for its samples
+
     def __init__(
         self,
         paths: Sequence[str | os.PathLike[str]],
