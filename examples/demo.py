@@ -21,8 +21,9 @@ from typing import Any
 from cluster import Cluster
 from namespaces import why_not
 from outcome import Comparison, compare
-from p2pstate.observe.ledger import Ledger
+from p2pstate.observe.history import make_history
 from p2pstate.observe.reading import read_run
+from p2pstate.observe.report import as_html
 from timeline import Event, Failure, Timeline
 
 HERE = Path(__file__).resolve().parent
@@ -183,15 +184,13 @@ def summary(identical: bool, failures: list[Failure], differences: list[str], le
     }
 
 
-def goodput(folder: Path) -> list[str]:
-    """Where the time of all ranks went, from their events."""
-    ledger = Ledger()
-    ledger.add_all(read_run(folder))
-    total = ledger.total()
-    return [
-        f"time of {NUM_RANKS} ranks, {total.wall_s:.0f} s in all, goodput {100 * total.ratio:.1f} %:",
-        *total.table(),
-    ]
+def account(folder: Path, page: Path) -> list[str]:
+    """Where the time of all ranks went, from their events; the whole report goes to `page`."""
+    history = make_history(read_run(folder))
+    page.write_text(as_html(history, "p2pstate demo"), encoding="utf-8")
+    total = history.total
+    first = f"time of {NUM_RANKS} ranks: {total.wall_s:.0f} s, goodput {100 * total.ratio:.1f} %"
+    return [first, *total.table(), f"report: {page}"]
 
 
 def report(compared: Comparison, say: Callable[[str], None]) -> None:
@@ -213,6 +212,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=45)
     parser.add_argument("--namespaces", action="store_true", help="each node in its own network and mounts (as root)")
     parser.add_argument("--silent", action="store_true", help="cut a node's network before killing it (--namespaces)")
+    parser.add_argument("--report", type=Path, metavar="FILE", help="where the report goes (default: a temporary file)")
     parser.add_argument("--keep", action="store_true", help="do not delete the run's folder at the end")
     args = parser.parse_args()
 
@@ -229,6 +229,7 @@ def main() -> int:
     kills = planned_kills() if args.random is None else random_kills(rng)
     folder = Path(tempfile.mkdtemp(prefix="p2pstate-demo-"))
     failures: list[Failure] = []
+    lines: list[str] = []
     compared, leftovers = Comparison(), ["a run that did not end"]
     try:
         say(f"{NUM_TRAINING} nodes of {NUM_WORKERS} workers train a GPT for {args.steps} steps, one node is spare")
@@ -238,8 +239,7 @@ def main() -> int:
         _, also_left = train(folder / "undisturbed", folder / "undisturbed-out", args, [], rng, say)
         leftovers = left + also_left
         say("")
-        for line in goodput(folder / "faulted"):
-            say(line)
+        lines = account(folder / "faulted", args.report or folder.with_suffix(".html"))
         compared = compare(folder / "faulted-out", folder / "undisturbed-out", NUM_RANKS)
         report(compared, say)
     except DemoFailed as error:
@@ -251,7 +251,7 @@ def main() -> int:
         else:
             shutil.rmtree(folder, ignore_errors=True)
     say(f"left behind (processes, listening ports, shared memory): {', '.join(leftovers) or 'nothing'}\n")
-    for line in table(failures):
+    for line in [*table(failures), "", *lines, ""]:
         say(line)
     say(f"identical: {'yes' if compared.identical else 'no'}")
     if args.json:

@@ -16,6 +16,12 @@ Layout, from the top down (a file imports only what stands above it):
     observe/meter.py
     observe/ledger.py
     observe/reading.py
+    observe/incidents.py
+    observe/history.py
+    observe/svg.py
+    observe/report.py       p2pstate report
+    observe/perfetto.py
+    observe/command.py
     memory.py               what is left of the host's memory, and what bounds it
     slots.py                the memory of one part of one version
     memory_need.py          pure: whether all copies fit
@@ -96,6 +102,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/hang.py           pure: who is at fault when a job stands still
     agent/watchdog.py       finding and ending hung workers
     agent/job.py            what a node's workers run
+    agent/describing.py     what a run was started with
     agent/budget.py         pure: how often a run may fail
     agent/rounds.py         pure: how a round begins
     agent/saves.py          saves, as the agent runs them

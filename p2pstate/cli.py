@@ -24,6 +24,8 @@ from p2pstate.doctor import run_command as run_doctor_command
 from p2pstate.durable.command import add_commands as add_durable_commands
 from p2pstate.durable.command import run_checkpoints, run_export
 from p2pstate.errors import EXIT_CONFIG
+from p2pstate.observe.command import add_command as add_report_command
+from p2pstate.observe.command import run_command as run_report_command
 from p2pstate.operating import OPERATING
 from p2pstate.options import add_detection, add_network, add_run, make_config, read_labels
 from p2pstate.planning.command import add_command as add_plan_command
@@ -83,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_doctor_command(commands)
     add_data_command(commands)
     add_plan_command(commands)
+    add_report_command(commands)
     options = parser.parse_args(argv)
     if options.command == "keygen":
         return _keygen(options.file)
@@ -96,6 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_export(options)
     if options.command == "data":
         return run_data_command(options)
+    if options.command == "report":
+        return run_report_command(options)
     if options.command == "plan":
         return run_plan_command(options)
     parser.print_help()

@@ -163,7 +163,8 @@ class Protection:
             return None
         if Version(voted.protected_epoch, voted.protected_step) < version:
             return f"step {step} did not become complete on all nodes in time"
-        return self._saving.save_last(version, timeout_s, lambda: STATUS.error is not None)
+        with METER.inside("saving"):
+            return self._saving.save_last(version, timeout_s, lambda: STATUS.error is not None)
 
     def quiesce(self, epoch: int) -> None:
         """Stop everything that belongs to round ``epoch``: no slot changes until the next capture."""

@@ -196,8 +196,9 @@ class Loop:
         """The end of a block. True swallows ``error``: the step was discarded."""
         self._in_block = False
         STATUS.trace.do(Doing.BETWEEN)
-        METER.step_ends()
         self._stepping.end()
+        finished = error is None and not self._must_join and self._stepping.finish(block)
+        METER.step_ends()
         if isinstance(error, StepDiscarded):
             self._discard_pending = True
             return True
@@ -205,7 +206,7 @@ class Loop:
             return self._raised(block.number, error)
         if self._must_join:
             self._rehearsals.num_steps += block.boundary  # a micro-batch of its own is no step
-        elif not self._stepping.finish(block):
+        elif not finished:
             self._discard_pending = True
         elif block.voted is not None and block.voted.boundary:
             self._commit(block, block.voted)
@@ -247,7 +248,8 @@ class Loop:
         METER.committed(known_s, repeated=block.again or (self._beyond is not None and block.number <= self._beyond))
         self._stepping.step_s = 0.9 * known_s + 0.1 * seconds if known_s else seconds
         self._newest_yielded = max(self._newest_yielded, block.number)
-        self.protection.committed(self.step, voted)
+        with METER.inside("protection"):
+            self.protection.committed(self.step, voted)
         if block.where != "state.run":
             self._report(block.number, None)
 

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from p2pstate.agent.budget import Budget
+from p2pstate.agent.describing import describe_start
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.health import HealthFile
 from p2pstate.agent.job import Job
@@ -100,6 +101,7 @@ class Agent:
     def run(self) -> int:
         """Until the run's verdict; returns the exit code. No process or memory of this node is left afterwards."""
         try:
+            self.events.emit("agent_started", **describe_start(self._config, self._job))
             self._supervisor.start()
             self._supervisor.keep_spares(self._job.num_workers + 1 + self._job.num_rehearsed)
             self._listen_for_progress()

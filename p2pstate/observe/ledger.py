@@ -96,7 +96,8 @@ class Ledger:
         self._aborts.append(t)
 
     def _on_verdict(self, event: Event, t: float) -> None:
-        self._close()
+        if event.get("scope") != "node":  # the run's; a node that leaves is replaced
+            self._close()
 
     def _on_worker_started(self, event: Event, t: float) -> None:
         rank = self._ranks.setdefault(int(event["rank"]), _Rank())

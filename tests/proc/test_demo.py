@@ -23,7 +23,10 @@ def _namespaces() -> None:
 
 def run_demo(*arguments: str) -> dict[str, Any]:
     ended = subprocess.run(
-        [sys.executable, str(DEMO), "--json", *arguments], capture_output=True, text=True, timeout=LIMIT_S
+        [sys.executable, str(DEMO), "--json", "--report", "/dev/null", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
     )
     lines = ended.stdout.splitlines()
     assert lines, ended.stderr

@@ -1,0 +1,141 @@
+"""Failures of a run and how each was survived, from its events. Pure.
+
+In: events of all nodes in order of time. Out: incidents: what died and why, in which phases it was recovered from, what
+it cost. An incident begins with its first sign (a process's end, a hang, a node's death) and is over when every rank
+has committed a step beyond the newest one before it; failures in between belong to it.
+Known limit: clocks of different nodes are taken to agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["Incident", "find_incidents"]
+
+Event = Mapping[str, Any]
+
+SIGN_S = 30.0  # a death is a sign of a round's end that follows within so long
+CAUSES = {"member_dead": "node", "hang": "hang", "worker_exited": "process"}  # the first of these that was seen counts
+
+
+@dataclass(slots=True)
+class Incident:
+    t: float  # of the first sign, seconds since 1970
+    aborted_at: float
+    cause: str  # node, hang, process or other
+    reason: str  # in words, for a person
+    last_step: int  # the newest that any rank had committed
+    recoveries: dict[int, Event] = field(default_factory=dict)  # by rank: how it resumed
+    beyond: dict[int, float] = field(default_factory=dict)  # by rank: when it first went beyond last_step
+    replaced: set[int] = field(default_factory=set)  # ranks that got a new process
+    over_at: float | None = None  # None: the run ended before, or has not gone on yet
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self.over_at is None else self.over_at - self.t
+
+    @property
+    def steps_lost(self) -> int:
+        return max((int(event["steps_lost"]) for event in self.recoveries.values()), default=0)
+
+    @property
+    def source(self) -> str:
+        """Where the ranks that were replaced got their state, or all of them if none was."""
+        ranks = self.replaced & self.recoveries.keys() or self.recoveries.keys()
+        return ", ".join(sorted({str(self.recoveries[rank]["source"]) for rank in ranks})) or "none"
+
+    @property
+    def num_bytes(self) -> int:
+        """That came over the network."""
+        return sum(int(event["bytes"]) for event in self.recoveries.values())
+
+    def phases(self) -> dict[str, float]:
+        """Seconds of each phase, in order: detecting, the longest that any rank was in each phase, the first step."""
+        phases = {"detect": self.aborted_at - self.t}
+        for event in self.recoveries.values():
+            for name, seconds in event["phases"].items():
+                phases[name] = max(phases.get(name, 0.0), float(seconds))
+        if self.over_at is not None and self.recoveries:
+            phases["first step"] = self.over_at - max(float(event["t"]) for event in self.recoveries.values())
+        return {name: seconds for name, seconds in phases.items() if seconds > 0}
+
+
+def find_incidents(events: Iterable[Event]) -> list[Incident]:
+    finder = _Finder()
+    for event in events:
+        handler = getattr(finder, "on_" + str(event["event"]), None)
+        if handler is not None:
+            handler(event, float(event["t"]))
+    return finder.incidents
+
+
+class _Finder:
+    def __init__(self) -> None:
+        self.incidents: list[Incident] = []
+        self._signs: list[Event] = []
+        self._steps: dict[int, int] = {}  # rank -> newest committed step
+        self._finished: set[int] = set()
+        self._ended = False  # the run, or there was none yet
+
+    @property
+    def _open(self) -> Incident | None:
+        last = self.incidents[-1] if self.incidents else None
+        return last if last is not None and last.over_at is None and not self._ended else None
+
+    def on_view(self, event: Event, t: float) -> None:
+        self._ended = False
+
+    def on_verdict(self, event: Event, t: float) -> None:
+        if event.get("scope") == "node":  # it leaves, the run goes on
+            return
+        self._ended = True
+        self._signs.clear()
+        self._steps.clear()
+        self._finished.clear()
+
+    def on_finished(self, event: Event, t: float) -> None:
+        self._finished.add(event["rank"])
+
+    def on_worker_exited(self, event: Event, t: float) -> None:
+        if event["rank"] not in self._finished:
+            self._signs.append(event)
+
+    def on_hang(self, event: Event, t: float) -> None:
+        self._signs.append(event)
+
+    def on_member_dead(self, event: Event, t: float) -> None:
+        self._signs.append(event)
+
+    def on_abort(self, event: Event, t: float) -> None:
+        if self._open is not None or self._ended:
+            return
+        signs = [sign for sign in self._signs if t - SIGN_S <= sign["t"] <= t]
+        self._signs.clear()
+        cause = next((CAUSES[kind] for kind in CAUSES if any(sign["event"] == kind for sign in signs)), "other")
+        began = min([t, *(float(sign["t"]) for sign in signs)])
+        self.incidents.append(Incident(began, t, cause, str(event["reason"]), max(self._steps.values(), default=0)))
+
+    def on_worker_started(self, event: Event, t: float) -> None:
+        if event["rank"] in self._steps and self._open is not None:
+            self._open.replaced.add(event["rank"])
+        self._steps.setdefault(event["rank"], 0)
+
+    def on_recovery(self, event: Event, t: float) -> None:
+        if self._open is not None:
+            self._open.recoveries[event["rank"]] = event
+
+    def on_step(self, event: Event, t: float) -> None:
+        rank, step = event["rank"], event["step"]
+        incident = self._open
+        self._steps[rank] = step
+        if incident is None:
+            return
+        if t <= incident.t:
+            incident.last_step = max(incident.last_step, step)
+        elif step > incident.last_step:
+            incident.beyond.setdefault(rank, t)
+            if incident.beyond.keys() >= self._steps.keys():
+                incident.over_at = max(incident.beyond.values())
+                self._signs.clear()

@@ -1,0 +1,189 @@
+"""A run as one HTML page that needs nothing else: no network, no script.
+
+In: a `History`. Out: HTML. What a run has written about itself is escaped.
+Known limit: of more than ``MAX_RANKS`` ranks the timeline shows the first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from html import escape
+
+from p2pstate.observe import svg
+from p2pstate.observe.goodput import CATEGORIES
+from p2pstate.observe.history import History, Slice, Step
+
+__all__ = ["as_html"]
+
+MAX_RANKS = 64
+NUM_CELLS = 120  # of a timeline
+
+STYLE = """
+body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1000px; padding: 0 1em; color: #222; }
+h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
+table { border-collapse: collapse; } td, th { padding: .2em .9em .2em 0; text-align: left; vertical-align: top; }
+th { font-weight: 600; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
+svg { width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
+svg polyline { fill: none; stroke-width: 1.5; } svg .axis { stroke: #999; }
+svg .mark { stroke: #000; stroke-width: 1.5; }
+.legend span { margin-right: 1.2em; white-space: nowrap; } .legend i { display: inline-block; width: .9em; height: .9em;
+margin-right: .4em; vertical-align: -.1em; border: 1px solid #555; }
+@media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } svg .mark { stroke: #fff; } }
+"""
+
+
+def as_html(history: History, title: str) -> str:
+    sections = [
+        ("Summary", _summary(history)),
+        ("Where the time went", _waterfall(history)),
+        ("Failures", _incidents(history)),
+        ("Every rank over time", _timeline(history)),
+        ("Steps", _steps(history)),
+        ("Configuration and environment", _starts(history)),
+    ]
+    body = "".join(f"<h2>{escape(name)}</h2>{content}" for name, content in sections)
+    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{escape(title)}</title>'
+    body = f"<body><h1>{escape(title)}</h1>{body}</body>"
+    return f'<!doctype html><html lang="en"><head>{head}<style>{STYLE}</style></head>{body}</html>'
+
+
+def _summary(history: History) -> str:
+    total, mtbf_s = history.total, history.rank_mtbf_s
+    began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(history.begin))
+    rows = [
+        ("goodput", f"{100 * total.ratio:.1f} % of {total.wall_s:.1f} s of all {len(history.ranks)} ranks"),
+        ("began", f"{began}, lasted {history.end - history.begin:.1f} s"),
+        ("newest step", str(history.newest_step)),
+        ("failures", f"{history.num_failures}, {history.steps_lost} committed steps lost"),
+        ("ended", str(history.verdict["text"]) if history.verdict is not None else "no verdict in these files"),
+    ]
+    if mtbf_s is not None:
+        rows.insert(4, ("time between failures", f"{mtbf_s:.1f} s of one rank"))
+    return _table((), rows)
+
+
+def _waterfall(history: History) -> str:
+    total = history.total
+    if total.wall_s <= 0:
+        return "<p>Nothing was measured.</p>"
+    sums = total.by_category()
+    order = [category for category in CATEGORIES if category != "useful" and category in sums] + ["useful"]
+    shares = {category: (CATEGORIES[category], sums.get(category, 0.0)) for category in order}
+    rows = [
+        (
+            CATEGORIES[category],
+            f"{seconds:.2f}",
+            f"{100 * seconds / total.wall_s:.2f} %",
+            _parts(total.phases(category)),
+        )
+        for category, seconds in sums.items()
+    ]
+    return svg.waterfall(shares, total.wall_s, "s") + _table(("category", "seconds", "part", "of which"), rows)
+
+
+def _parts(phases: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
+
+
+def _incidents(history: History) -> str:
+    if not history.incidents:
+        return "<p>None.</p>"
+    rows, drawn = [], []
+    for number, incident in enumerate(history.incidents, start=1):
+        took = "not over" if incident.seconds is None else f"{incident.seconds:.2f} s"
+        size = f"{incident.num_bytes / 1e6:.1f} MB"
+        after = f"{incident.t - history.begin:.1f} s"
+        replaced = ", ".join(map(str, sorted(incident.replaced))) or "none"
+        rows.append(
+            (
+                str(number),
+                after,
+                incident.cause,
+                incident.reason,
+                replaced,
+                incident.source,
+                size,
+                str(incident.steps_lost),
+                took,
+            )
+        )
+        drawn.append((f"{number}: {incident.cause}", incident.phases(), took))
+    largest = max((sum(phases.values()) for _, phases, _ in drawn), default=0.0)
+    head = ("", "after", "what", "why", "ranks replaced", "state from", "sent", "steps lost", "took")
+    return _table(head, rows) + svg.bars(drawn, largest)
+
+
+def _timeline(history: History) -> str:
+    begin, length = history.begin, max(1e-9, history.end - history.begin)
+    by_rank: defaultdict[int, list[Slice]] = defaultdict(list)
+    for part in history.slices:
+        by_rank[part.rank].append(part)
+    shown = sorted(by_rank)[:MAX_RANKS]
+    rows = [(f"rank {rank}", _cells(by_rank[rank], begin, length)) for rank in shown]
+    marks = [((each.t - begin) / length, f"{each.cause}: {each.reason}") for each in history.incidents]
+    left_out = f"<p>The first {MAX_RANKS} of {len(by_rank)} ranks.</p>" if len(by_rank) > MAX_RANKS else ""
+    colours = {CATEGORIES[category]: colour for category, colour in svg.COLOURS.items()}
+    return svg.strips(rows, marks) + svg.legend(colours) + left_out
+
+
+def _cells(parts: Sequence[Slice], begin: float, length: float) -> list[dict[str, float]]:
+    """Of each cell of a strip the shares of the categories."""
+    cell_s = length / NUM_CELLS
+    cells: list[dict[str, float]] = [{} for _ in range(NUM_CELLS)]
+    for part in parts:
+        category = part.category.partition(".")[0]
+        first = max(0, int((part.begin - begin) / cell_s))
+        last = min(NUM_CELLS - 1, int((part.begin + part.seconds - begin) / cell_s))
+        for index in range(first, last + 1):
+            cell_begin = begin + index * cell_s
+            overlap = min(part.begin + part.seconds, cell_begin + cell_s) - max(part.begin, cell_begin)
+            if overlap > 0:
+                cells[index][category] = cells[index].get(category, 0.0) + overlap / cell_s
+    return cells
+
+
+def _steps(history: History) -> str:
+    """Over time, in cells: how long steps took, how long batches were waited for, how far protection was behind."""
+    if not history.steps:
+        return "<p>No step was committed.</p>"
+    begin, length = history.begin, max(1e-9, history.end - history.begin)
+    cells: defaultdict[int, list[Step]] = defaultdict(list)
+    for step in history.steps:
+        cells[min(NUM_CELLS - 1, int((step.t - begin) / length * NUM_CELLS))].append(step)
+    places = {cell: (cell + 0.5) / NUM_CELLS for cell in sorted(cells)}
+
+    def largest(of: str) -> list[tuple[float, float]]:
+        return [(x, max(_value(step, of) for step in cells[cell])) for cell, x in places.items()]
+
+    times = {"longest useful step": largest("useful_s"), "longest wait for a batch": largest("fetch_s")}
+    lag = {"steps that are committed and not yet protected, at most": largest("lag")}
+    return svg.lines(times, "s") + svg.lines(lag, "steps", height=90)
+
+
+def _value(step: Step, of: str) -> float:
+    if of == "lag":
+        return float(step.step - step.protected) if step.protected is not None else 0.0
+    return float(getattr(step, of))
+
+
+def _starts(history: History) -> str:
+    if not history.starts:
+        return "<p>Not recorded.</p>"
+    nodes = sorted(history.starts)
+    rows = []
+    for group in ("configuration", "environment"):
+        names = dict.fromkeys(name for node in nodes for name in history.starts[node].get(group, {}))
+        for name in names:
+            values = {node: str(history.starts[node].get(group, {}).get(name, "")) for node in nodes}
+            same = len(set(values.values())) == 1
+            text = values[nodes[0]] if same else "; ".join(f"{node}: {value}" for node, value in values.items())
+            rows.append((name, text))
+    return f"<p>{len(nodes)} nodes: {escape(', '.join(nodes))}</p>" + _table((), rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    top = "<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>" if head else ""
+    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"<table>{top}{lines}</table>"

@@ -1,0 +1,201 @@
+"""Incidents, the page and the trace, from made-up events of a run with two failures."""
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from p2pstate.cli import main
+from p2pstate.observe import svg
+from p2pstate.observe.history import History, make_history
+from p2pstate.observe.incidents import find_incidents
+from p2pstate.observe.perfetto import as_trace
+from p2pstate.observe.report import as_html
+
+Events = list[dict[str, Any]]
+
+
+def event(t: float, kind: str, node: str = "n0", **fields: Any) -> dict[str, Any]:
+    return {"t": t, "node": node, "event": kind, **fields}
+
+
+def step(t: float, rank: int, number: int, node: str = "", **seconds: float) -> dict[str, Any]:
+    clock = {"until": t, "seconds": seconds or {"useful": 0.9, "data": 0.1}}
+    return event(t, "step", node or f"n{rank}", rank=rank, step=number, protected=number - 1, clock=clock)
+
+
+def recovery(
+    t: float, node: str, rank: int, source: str, num_bytes: int, lost: int, phases: dict[str, float]
+) -> dict[str, Any]:
+    clock = {"until": t, "seconds": {f"recovery.{name}": seconds for name, seconds in phases.items()}}
+    fields = {"source": source, "bytes": num_bytes, "steps_lost": lost, "phases": phases, "clock": clock}
+    return event(t, "recovery", node, rank=rank, **fields)
+
+
+def run_events(reason: str = "rank 1 on n1 died: signal 9 (SIGKILL)") -> Events:
+    """Two ranks; rank 1 is killed within step 4 at 103.2 s, all have done step 4 at 108 s; node n1 dies at 109."""
+    events = [
+        event(100, "agent_started", configuration={"script": "train.py"}, environment={"Python": "3.11"}),
+        event(100, "view", epoch=1, round=1, nonce="a", places=["n0", "n1"], spares=["n2"], start="fresh", reason=""),
+        *(event(100, "worker_started", f"n{rank}", rank=rank, pid=rank) for rank in (0, 1)),
+        *(step(100 + number, rank, number) for number in (1, 2, 3) for rank in (0, 1)),
+        event(103.2, "worker_exited", "n1", rank=1, pid=1, cause="signal 9 (SIGKILL)"),
+        *(event(103.5, "abort", node, round=1, reason=reason) for node in ("n0", "n1")),
+        event(103.6, "worker_started", "n1", rank=1, pid=3),
+        recovery(106, "n0", 0, "survivor", 0, 1, {"abort": 0.3, "spare": 2.7}),
+        recovery(106, "n1", 1, "own vault", 0, 1, {"spare": 0.1, "pull": 0.4}),
+        *(step(107, rank, 3, repeated=1.0) for rank in (0, 1)),  # the one that was lost
+        step(107.5, 0, 4, useful=0.5),
+        step(108, 1, 4),
+        event(109, "member_dead", "n0", member="n1", reason="connection refused", proof=True),
+        event(109.25, "abort", "n0", round=2, reason="node n1 is gone"),
+        event(109.5, "worker_started", "n2", rank=1, pid=9),
+        recovery(110, "n2", 1, "buddy", 5_000_000, 0, {"pull": 0.5}),
+        step(111, 0, 5, useful=1.0, repeated=2.5),
+        step(111, 1, 5, "n2"),
+        *(event(112, "finished", node, rank=rank) for rank, node in ((0, "n0"), (1, "n2"))),
+        event(113, "verdict", code=0, text="finished: every rank's script ended well"),
+    ]
+    return sorted(events, key=lambda each: float(each["t"]))
+
+
+@pytest.fixture
+def history() -> History:
+    return make_history(run_events())
+
+
+def test_incidents_have_cause_source_cost_and_phases() -> None:
+    killed, node = find_incidents(run_events())
+    assert (killed.t, killed.cause, killed.replaced, killed.source) == (103.2, "process", {1}, "own vault")
+    assert killed.seconds == pytest.approx(108 - 103.2)
+    assert killed.steps_lost == 1
+    phases = {name: pytest.approx(seconds) for name, seconds in killed.phases().items()}
+    assert phases == {"detect": 0.3, "abort": 0.3, "spare": 2.7, "pull": 0.4, "first step": 2.0}
+    assert (node.cause, node.source, node.num_bytes) == ("node", "buddy", 5_000_000)
+    assert node.seconds == pytest.approx(2.0)
+
+
+def test_incident_that_the_run_did_not_survive_is_not_over() -> None:
+    events = [each for each in run_events() if each["t"] < 104]
+    (incident,) = find_incidents([*events, event(120, "verdict", code=75, text="given up")])
+    assert incident.seconds is None
+
+
+def test_incident_of_a_second_failure_before_progress_is_the_same_one() -> None:
+    events = [each for each in run_events() if not 106 <= each["t"] < 109]
+    (incident,) = find_incidents(events)
+    assert incident.seconds == pytest.approx(111 - 103.2)
+
+
+def test_hang_is_an_incident_of_its_own_kind() -> None:
+    events = [*run_events(), event(103.1, "hang", "n1", rank=1, pid=1, reason="no progress")]
+    assert find_incidents(sorted(events, key=lambda each: float(each["t"])))[0].cause == "hang"
+
+
+def test_worker_that_ends_after_it_finished_is_no_sign() -> None:
+    events = [
+        event(1, "view", nonce="a"),
+        event(1, "worker_started", rank=0, pid=1),
+        event(2, "finished", rank=0),
+        event(2, "worker_exited", rank=0, pid=1, cause="exit 0"),
+        event(3, "abort", round=1, reason="rank 1 wants a round"),
+    ]
+    assert [incident.cause for incident in find_incidents(events)] == ["other"]
+
+
+def test_history_sums_up_a_run(history: History) -> None:
+    assert (history.num_failures, history.newest_step, history.steps_lost) == (2, 5, 1)
+    assert history.total.wall_s == pytest.approx(22, abs=0.01)
+    assert history.rank_mtbf_s == pytest.approx(11, abs=0.01)
+    assert history.verdict is not None
+
+
+def test_page_is_well_formed_needs_nothing_from_elsewhere_and_tells_the_story(history: History) -> None:
+    page = as_html(history, "Run 1")
+    root = ElementTree.fromstring(
+        page.replace("<!doctype html>", "")
+        .replace('<meta charset="utf-8">', "")
+        .replace('<meta name="viewport" content="width=device-width">', "")
+    )
+    assert root.tag == "html"
+    assert not re.findall(r"(?:src|href)=|https?://|url\(|@import|<script", page)
+    for text in ("Run 1", "SIGKILL", "node n1 is gone", "own vault", "buddy", "train.py", "steps lost", "rank 1"):
+        assert text in page
+    assert len(root.findall(".//svg")) >= 4
+
+
+def test_page_escapes_what_the_run_wrote() -> None:
+    page = as_html(make_history(run_events(reason="<script>alert(1)</script> & co")), "<b>")
+    assert "<script>" not in page
+    assert "<b>" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_page_of_a_run_that_never_trained_says_so() -> None:
+    page = as_html(make_history([event(1, "waiting", reason="1 of 2")]), "Run")
+    assert "Nothing was measured" in page
+    assert "No step was committed" in page
+
+
+def test_cells_of_the_timeline_hold_all_the_time(history: History) -> None:
+    """The widths in the strips add up to what was measured of each rank, no cell is more than full."""
+    drawn = svg.strips([("rank 0", [{"useful": 0.5, "data": 0.5}, {"recovery": 1.0}])], [])
+    heights = [float(height) for height in re.findall(r'<rect [^>]*height="([\d.]+)"', drawn)]
+    assert sum(heights) == pytest.approx(2 * (svg.ROW_HEIGHT - 5), abs=0.2)
+
+
+def test_waterfall_goes_down_to_what_was_useful() -> None:
+    drawn = svg.waterfall({"data": ("waiting", 25.0), "useful": ("useful", 75.0)}, 100.0, "s")
+    marks = [(float(x), float(width)) for x, width in re.findall(r'<rect x="([\d.]+)"[^>]* width="([\d.]+)"', drawn)]
+    (data_x, data_width), (useful_x, useful_width) = marks
+    assert data_width == pytest.approx(useful_width / 3, abs=0.1)
+    assert useful_x == svg.LABEL_WIDTH
+    assert data_x == pytest.approx(useful_x + useful_width, abs=0.1)
+
+
+def test_trace_has_a_thread_per_rank_without_overlaps_and_all_the_time(history: History) -> None:
+    trace = as_trace(history)
+    assert json.loads(json.dumps(trace)) == trace
+    slices = [each for each in trace["traceEvents"] if each["ph"] == "X"]
+    names = {each["args"]["name"] for each in trace["traceEvents"] if each["ph"] == "M"}
+    assert {"n0", "n1", "n2", "rank 0", "rank 1", "incidents"} <= names
+    for track in {(each["pid"], each["tid"]) for each in slices}:
+        ordered = sorted((e["ts"], e["dur"]) for e in slices if (e["pid"], e["tid"]) == track)
+        assert all(ts + dur <= after + 1 for (ts, dur), (after, _) in pairwise(ordered)), track
+    useful_us = sum(each["dur"] for each in slices if each["name"] == "useful")
+    assert useful_us / 1e6 == pytest.approx(history.total.seconds["useful"], rel=1e-3)
+    assert any(each["name"] == "incident 1: process" for each in slices)
+
+
+def write(folder: Path, events: Events) -> None:
+    for node in {each["node"] for each in events}:
+        lines = [json.dumps(each) + "\n" for each in events if each["node"] == node]
+        (folder / f"events-{node}.jsonl").write_text("".join(lines))
+
+
+def test_command_makes_the_page_and_the_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, run_events())
+    trace = tmp_path / "trace.json"
+    assert main(["report", str(tmp_path), "--trace", str(trace)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("goodput ")
+    assert "failure 2 (node) took 2.00 s: node n1 is gone" in shown
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_command_gives_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path, run_events())
+    assert main(["report", str(tmp_path), "--json", "--output", str(tmp_path / "page.html")]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["failures"] == 2
+    assert sum(found["seconds"].values()) == pytest.approx(found["wall_s"])
+
+
+def test_command_without_a_run_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 1
+    assert "holds no events" in capsys.readouterr().err
