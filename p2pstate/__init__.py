@@ -106,6 +106,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/budget.py         pure: how often a run may fail
     agent/rounds.py         pure: how a round begins
     agent/saves.py          saves, as the agent runs them
+    agent/draining.py       what goes to disk before the end
     agent/sentences.py      what a person reads
     agent/weaknesses.py
     agent/rehearsals.py     spares that have run the script

@@ -66,7 +66,7 @@ def p2prun(argv: Sequence[str] | None = None) -> int:
 def _end_on_signals(member: Agent | Witness, who: str) -> None:
     def on_signal(number: int, _frame: object) -> None:
         name = signal.Signals(number).name
-        member.node.call_soon_threadsafe(lambda: member.end(128 + number, f"{name} was sent to {who}"))
+        member.node.call_soon_threadsafe(lambda: member.interrupt(128 + number, f"{name} was sent to {who}"))
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)

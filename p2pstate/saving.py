@@ -34,10 +34,11 @@ class Saving:
         self._under_way: Version | None = None
         self._announced = False
         self._saved: Version | None = None  # the newest that is on disk
+        self._asked = False  # by the agent: as soon as possible
         self._errors: dict[Version, str] = {}
         self._step = 0  # of the newest save that was begun
         self._began = time.monotonic()
-        link.on_saved = self._ended
+        link.on_saved, link.on_save_now = self._ended, self._ask
         link.send("checkpoint", path=policy.path, keep=policy.keep)
 
     def vote(self, step: int) -> int:
@@ -45,6 +46,8 @@ class Saving:
         if self._wanted or self._under_way is not None:
             return BUSY
         policy = self.policy
+        if self._asked:
+            return DUE
         if policy.every_steps is not None and step // policy.every_steps > self._step // policy.every_steps:
             return DUE
         if policy.every_s is not None and time.monotonic() - self._began >= policy.every_s:
@@ -101,8 +104,12 @@ class Saving:
 
     def _begin(self, version: Version) -> None:
         with self._changed:
-            self._wanted, self._under_way, self._announced = False, version, False
+            self._asked = self._wanted = self._announced = False
+            self._under_way = version
             self._step, self._began = version.step, time.monotonic()
+
+    def _ask(self) -> None:
+        self._asked = True
 
     def _ended(self, version: Version, error: str, name: str) -> None:
         with self._changed:

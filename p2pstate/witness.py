@@ -47,6 +47,10 @@ class Witness:
         self.node.leave(text)
         self._stop_soon()
 
+    def interrupt(self, code: int, text: str) -> None:
+        """A signal: there is nothing here to save."""
+        self.end(code, text)
+
     def ballot(self) -> dict[str, Any]:
         return {}
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from p2pstate.agent.budget import Budget
 from p2pstate.agent.describing import describe_start
+from p2pstate.agent.draining import Draining
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.health import HealthFile
 from p2pstate.agent.job import Job
@@ -83,6 +84,7 @@ class Agent:
         self._lineage: dict[int, list[int]] = {}
         self._saves = Saves(self.node, self._supervisor, self._vault, self.events, config.name)
         self._raised: dict[int, tuple[int, str]] = {}  # by rank: what it raised last in a step
+        self._draining = Draining(self.node, self._vault, self.events, self._saves, self._lineage, config.name)
         self._requests = Requests(self.node, self._supervisor.tell, self._vault, self._lineage)
         self._done_places: dict[int, set[int]] = {}  # round -> places whose workers have all finished
         self._known_step = -1  # newest committed step that any member has told of
@@ -128,6 +130,13 @@ class Agent:
                 print(f"[{self._name}] {lost} bytes of logs and events were lost: {why}", file=sys.stderr)
         assert self.verdict is not None
         return self.verdict.code
+
+    def interrupt(self, code: int, text: str) -> None:
+        """A signal: what can be saved is saved before the end; a second signal ends at once."""
+        if self._draining.active or self._place is None or self._info is None:
+            self.end(code, text)
+            return
+        self._draining.start(self._info, text, self._is_training(), lambda: self.end(code, text))
 
     def end(self, code: int, text: str) -> None:
         """This node's own end (a signal, eviction): the others are told, and go on without it."""
@@ -227,6 +236,9 @@ class Agent:
                 self._watchdog.receive(sender, kind, body)
         elif kind == "save":
             self._saves.heard(sender, body)
+        elif kind == "drain":
+            with suppress(KeyError, TypeError, ValueError):  # of another version of this program
+                self._draining.heard(sender, body)
 
     def answer(self, kind: str, body: Any) -> Any:
         """What an operator outside the run asks (p2prun status, p2prun stop)."""
@@ -434,7 +446,7 @@ class Agent:
 
     def _fill(self) -> None:
         """Give every rank of this node that no process holds to a spare, as far as spares are ready."""
-        if self.verdict is not None or self._info is None:
+        if self.verdict is not None or self._info is None or self._draining.active:
             return
         together = self._info.start != Start.IN_PLACE
         if together and self._round_is_over() and not self._loop_reached:
@@ -552,8 +564,21 @@ class Agent:
             self._declare(0, "finished: every rank's script ended well")
 
     def _declare(self, code: int, text: str) -> None:
-        if self.verdict is None:
+        if self.verdict is not None or self._draining.active:
+            return
+
+        def declare() -> None:
             self.node.declare(Verdict(code, text, self.node.key))
+
+        if code in (0, EXIT_STATE_LOST):
+            declare()  # everything is on disk, or nothing is left to write
+        else:
+            self._draining.start(self._info, text, self._is_training(), declare)
+
+    def _is_training(self) -> bool:
+        """Whether this node's ranks go on with steps."""
+        ranks = [self._supervisor.of_rank(rank) for rank in self._my_ranks()]
+        return not self._round_is_over() and all(w is not None and w.phase is Phase.LOOP for w in ranks)
 
     def _listen_for_progress(self) -> None:
         """Every now and then, remember the newest step that any member has told of."""

@@ -68,16 +68,20 @@ class Saves:
         self._writer: Helper | None = None
         self._order: _Order | None = None
         self._serial = 0
-        self._began = 0.0
         self._num_failed = 0
         self._told: Version | None = None  # the newest save whose end was reported here
+        self._on_end: Callable[[Version, str, str], None] | None = None
+        self._outlives_rounds = False
+        self.began_at = 0.0  # the newest session, monotonic seconds
+        self.on_disk: Version | None = None  # the newest version of this run that is
 
     # -- what happens around
 
     def round_begins(self, info: RoundInfo) -> None:
         """Whatever was under way belongs to a round that is over: its slots are no longer set aside."""
         self._ready = None
-        self._fail(f"the round ended: {info.reason}")
+        if not self._outlives_rounds:
+            self._fail(f"the round ended: {info.reason}")
         self._info = info
 
     def configure(self, path: str, keep: int) -> None:
@@ -113,25 +117,62 @@ class Saves:
         except (KeyError, TypeError, ValueError) as error:
             self._events.emit("bad_message", "", member=record.member.name, error=str(error))
 
+    # -- for the end of the run (see draining.py)
+
+    @property
+    def configured(self) -> bool:
+        return self._target is not None
+
+    @property
+    def busy(self) -> bool:
+        return self._session is not None and self._session.state is not State.ENDED
+
+    def is_saving(self, version: Version) -> bool:
+        return self._session is not None and self._session.version == version and self.busy
+
+    def is_gathering(self, version: Version) -> bool:
+        return self.is_saving(version) and self._session is not None and self._session.state is State.GATHERING
+
+    def ask_training(self, on_end: Callable[[Version, str, str], None]) -> None:
+        """Ask this node's ranks for a save as soon as possible; ``on_end`` is told of every save that ends."""
+        self._on_end = on_end
+        for worker in self._supervisor.assigned():
+            self._supervisor.tell(worker, {"t": "save_now"})
+
     # -- one session
 
-    def _start(self, version: Version, reason: str) -> None:
-        assert self._info is not None
-        home = {worker.rank: worker.node for worker in self._info.workers}
-        places = {node: place for place, node in enumerate(dict.fromkeys(home.values()))}
-        self._fail("the next one is due")
-        self._reason, self._began = reason, time.monotonic()
+    def start(
+        self,
+        version: Version,
+        reason: str,
+        lead: str,
+        home: Mapping[int, str],
+        places: Mapping[str, int],
+        limit_s: float,
+        on_end: Callable[[Version, str, str], None] | None = None,
+    ) -> None:
+        """Take part in a save, whose slots must stand still (whether they did is checked).
+
+        ``on_end`` (version, error, name) is called when it ends; with it, the next round does not end it.
+        """
+        self._fail("another one begins")
+        self._reason, self.began_at = reason, time.monotonic()
+        if on_end is not None:
+            self._on_end, self._outlives_rounds = on_end, True
         records = [record for record in self._vault.records() if record.version == version]
-        lead = next(iter(places))
-        session = self._session = Session(
-            version, lead, self._name, home, places, records, time.monotonic() + SAVE_LIMIT_S
-        )
+        session = self._session = Session(version, lead, self._name, home, places, records, time.monotonic() + limit_s)
         self._do(session.start())
         early, self._early = self._early, []
         for sender, body in early:
             if self._session is session and Version(*body["version"]) == version:
                 self._do(session.heard(sender, body))
         self._node.call_later(REPEAT_S, lambda: self._repeat(session))
+
+    def _start(self, version: Version, reason: str) -> None:
+        assert self._info is not None
+        home = {worker.rank: worker.node for worker in self._info.workers}
+        places = {node: place for place, node in enumerate(dict.fromkeys(home.values()))}
+        self.start(version, reason, next(iter(places)), home, places, SAVE_LIMIT_S)
 
     def _repeat(self, session: Session) -> None:
         if self._session is session and session.state is not State.ENDED:
@@ -176,6 +217,8 @@ class Saves:
         for worker in self._supervisor.assigned():
             self._supervisor.tell(worker, message)
         self._start_writer()
+        if self._on_end is not None:
+            self._on_end(session.version, action.error, action.name)
 
     def _report(self, version: Version, error: str, name: str, num_bytes: int) -> None:
         """Once per save, on every member: those without ranks hear of it as well."""
@@ -195,7 +238,8 @@ class Saves:
                 num_failed=self._num_failed,
             )
             return
-        seconds = time.monotonic() - self._began
+        self.on_disk = version
+        seconds = time.monotonic() - self.began_at
         sentence = f"step {version.step} is on disk ({name}, {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s)"
         self._events.emit(
             "saved",

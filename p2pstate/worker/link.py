@@ -61,6 +61,7 @@ class Link:
         self._abort_reason = ""
         self.waited_s = 0.0  # how long the agents waited for a node before the newest round
         self.on_abort: Callable[[int, str], None] = lambda epoch, reason: None
+        self.on_save_now: Callable[[], None] = lambda: None
         self.on_saved: Callable[[Version, str, str], None] = lambda version, error, name: None
         self._thread = threading.Thread(target=self._read, name="p2pstate-link", daemon=True)
         self._thread.start()
@@ -192,6 +193,8 @@ class Link:
                 return
             pending.reply, pending.fds = message, fds
             pending.done.set()
+        elif kind == "save_now":
+            self.on_save_now()
         elif kind == "saved":
             self.on_saved(Version(*message["version"]), message["error"], message["name"])
         elif kind == "abort":

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_faults import Run
+from test_faults import DEADLINE_S, SMALL, TRAIN, Run, launch_two
 
 from outcome import compare
-from p2pstate.durable.catalog import list_checkpoints
+from p2pstate.durable.catalog import damaged_files, list_checkpoints
 
 NUM_STEPS = 60
 SHAPE = (2, 1)
@@ -123,3 +124,69 @@ def test_storage_that_fails_is_reported_everywhere_and_never_stops_training(
     assert "SIGKILL" in failed["error"]
     wait_saved(run, failed["step"] + 1)
     assert {event["event"] for event in run.history} & {"abort", "discarded", "recovery"} == set()
+
+
+def test_signal_to_every_agent_writes_the_newest_version_before_the_end(
+    start: Callable[..., Run], expected: Path, tmp_path: Path
+) -> None:
+    first = start("--checkpoint-every", "100000")
+    first.wait_step(10)
+    for node in first.cluster.running():
+        node.process.send_signal(signal.SIGTERM)
+    assert set(first.end().values()) <= {128 + signal.SIGTERM, 75}
+    drained = first.all("drained")
+    assert any(event["error"] == "" and "is on disk" in event["text"] for event in drained), drained
+    (found,) = list_checkpoints(tmp_path / "ck")
+    assert found.step >= 10
+    second = start()
+    assert second.wait_for("decision", lambda e: e["event"] == "resolved")["step"] == found.step
+    assert set(second.end().values()) == {0}
+    assert_identical(second, tmp_path / "out", expected)
+
+
+FAILING = f"""
+import os, runpy, sys
+sys.path.insert(0, {str(Path(TRAIN).parent)!r})
+from outcome import Recorder
+
+committed = Recorder.committed
+
+def fails(self, step, loss):
+    committed(self, step, loss)
+    if step == 12 and os.environ["RANK"] == "1":
+        raise RuntimeError("made to fail")
+
+Recorder.committed = fails
+runpy.run_path({TRAIN!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("cause", ["no spare", "user code"])
+def test_verdict_writes_the_newest_whole_version_before_the_end(
+    cause: str, tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    """Without a spare node 0's shard comes from its buddy's copy; a script that fails leaves all vaults as they are."""
+    script = TRAIN
+    if cause == "user code":
+        script = str(tmp_path / "failing.py")
+        Path(script).write_text(FAILING)
+    folders = ("--out", str(tmp_path / "out"), "--checkpoint", str(tmp_path / "ck"))
+    options = ("--steps", "100000", "--checkpoint-every", "100000", *SMALL)
+    nodes = launch_two(tmp_path, fork_server, "--spare-wait", "1", script, *folders, *options)
+    if cause == "no spare":
+        deadline = time.monotonic() + DEADLINE_S
+        while not _has_committed(tmp_path / "out", 10) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        nodes[0].kill()
+    _, stderr = nodes[1].communicate(timeout=DEADLINE_S)
+    nodes[0].communicate(timeout=DEADLINE_S)
+    assert nodes[1].returncode == (75 if cause == "no spare" else 1), stderr
+    (found,) = list_checkpoints(tmp_path / "ck")
+    assert found.problem == ""
+    assert damaged_files(found) == []
+    assert found.step >= 10
+    assert "before the end (" in stderr
+
+
+def _has_committed(out: Path, step: int) -> bool:
+    return any(f'"step": {step},' in path.read_text() for path in out.glob("positions-1.*"))
