@@ -93,9 +93,8 @@ class Draining:
         return {"records": records, "lineage": [[epoch, version] for epoch, version in self._lineage.items()]}
 
     def _nodes_left(self) -> set[str]:
-        return {
-            record.member.name for record in self._node.members().values() if record.live and record.member.num_workers
-        }
+        members = [record.member for record in self._node.members().values() if record.live]
+        return {member.name for member in members if member.num_workers}
 
     # -- while training goes on
 
