@@ -34,6 +34,7 @@ Layout, from the top down (a file imports only what stands above it):
     state/layout.py
     state/rng.py
     state/naming.py
+    state/buffers.py
     state/growth.py
     state/collecting.py
     state/rebuilding.py

@@ -19,7 +19,7 @@ from p2pstate.protection import Protection
 from p2pstate.recover import ROUND_FAILED, Joined, LostError, MustStartOver, Phases, join
 from p2pstate.resume import Disk
 from p2pstate.settings import Asked
-from p2pstate.state import TrainingState
+from p2pstate.state import LeafError, TrainingState
 from p2pstate.trace import JOIN
 from p2pstate.types import RoundInfo, Start
 from p2pstate.worker.context import WorkerContext
@@ -140,6 +140,12 @@ class Rounds:
             joined = join(info, link, REGISTRY, self._state, report, asked, phases, row, limit_s, connected, self._disk)
         except MustStartOver as error:
             link.send("start_over", epoch=info.epoch, start=error.decision.start, reason=error.decision.reason)
+        except LeafError as error:
+            if report.newcomer:
+                raise
+            # Such as parts that the model got after the version: a process of its own begins without them.
+            reason = f"{error}: all workers start again"
+            link.send("start_over", epoch=info.epoch, start=Start.RESTART, reason=reason)
         except LostError as error:
             link.send("state_lost", epoch=info.epoch, reason=str(error))
         except ROUND_FAILED as error:

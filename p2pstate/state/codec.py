@@ -70,15 +70,17 @@ class TensorRef:
     """Stands in a tree where a tensor was.
 
     kind: "plain", "dtensor" or the subclass's name. device: device *type* on the owner ("cpu", "cuda").
-    parts: for subclasses the paths of the inner tensors below the leaf's name, else empty.
+    parts: for subclasses the paths of the inner tensors below the leaf's name, else empty. form: for subclasses the
+    encoded (shape, strides, context of ``__tensor_flatten__``); empty where the context is no plain value.
     """
 
     kind: str
     device: str
     parts: tuple[str, ...] = ()
+    form: bytes = b""
 
     def lowered(self) -> Any:
-        return msgpack.ExtType(_REF, pack([self.kind, self.device, *self.parts]))
+        return msgpack.ExtType(_REF, pack([self.kind, self.device, self.form, *self.parts]))
 
 
 def encode(value: Any, name: str = "value") -> bytes:
@@ -415,8 +417,10 @@ def _count(shape: list[int]) -> int:
 
 
 def _read_ref(content: Any) -> TensorRef:
-    kind, device, *parts = (_expect(item, str) for item in _expect(content, list))
-    return TensorRef(kind, device, tuple(parts))
+    kind, device, form, *parts = _expect(content, list)
+    for text in (kind, device, *parts):
+        _expect(text, str)
+    return TensorRef(kind, device, tuple(parts), _expect(form, bytes))
 
 
 def _read_deque(content: Any) -> deque[Any]:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import Buffer, Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from p2pstate.state.codec import TensorRef
+from p2pstate.state.codec import TensorRef, encode
 from p2pstate.state.errors import LeafError
 
 __all__ = ["Holders", "Leaf", "describe", "is_plain", "plain_parts", "write_into"]
@@ -92,7 +92,15 @@ def describe(name: str, tensor: torch.Tensor) -> TensorRef:
         return TensorRef("dtensor", tensor.device.type, _part_names(name, tensor))
     if type(tensor) in _PLAIN:
         return TensorRef("plain", tensor.device.type)
-    return TensorRef(type(tensor).__qualname__, tensor.device.type, _part_names(name, tensor))
+    return TensorRef(type(tensor).__qualname__, tensor.device.type, _part_names(name, tensor), _form(tensor))
+
+
+def _form(tensor: Any) -> bytes:
+    _, context = tensor.__tensor_flatten__()
+    try:
+        return encode([tuple(tensor.shape), tuple(tensor.stride()), context])
+    except LeafError:
+        return b""
 
 
 def _part_names(name: str, tensor: torch.Tensor) -> tuple[str, ...]:

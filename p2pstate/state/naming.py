@@ -128,6 +128,15 @@ class ModelNames:
                     further[name] = first[id(tensor)]
         return further
 
+    def buffers(self) -> Iterator[tuple[str, nn.Module, str, torch.Tensor | None]]:
+        """(name, module, key in it, buffer or None) of every buffer once."""
+        seen: set[int] = set()
+        for place in self._current_places():
+            for key, buffer in place.module._buffers.items():
+                if buffer is None or id(buffer) not in seen:
+                    seen.add(id(buffer))
+                    yield place.buffer(key), place.module, key, buffer
+
     def extra_state_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) of every module with ``get_extra_state``."""
         for place in self._current_places():

@@ -8,7 +8,7 @@ from an empty entry. Groups have to hold the same parameters in the same order a
 were added since then go, and those that are missing here are added. Of a ZeroRedundancyOptimizer each rank has the
 state that the optimizer inside it keeps, and nobody else has that.
 Known limits: what an optimizer keeps outside ``state`` and ``param_groups`` is not seen; a ZeroRedundancyOptimizer
-with ``overlap_with_ddp`` is refused; state that is a tensor subclass can only be written into state of the same kind.
+with ``overlap_with_ddp`` is refused; state that is a tensor subclass needs one live tensor of that class.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class OptimizerState:
         self._flat = FlatDicts()
 
     @property
-    def _local(self) -> Any:
+    def local(self) -> Any:
         """The optimizer that has the state."""
         return self.optimizer.optim if self._divided else self.optimizer  # type: ignore[attr-defined]
 
     def collect(self, collector: Collector, named: Mapping[int, tuple[str, Holders]]) -> dict[str, Any]:
         groups = []
         state: dict[str, Any] = {}
-        live = self._local.state
+        live = self.local.state
         num_found = 0
         for index, group in enumerate(self.optimizer.param_groups):
             own = {key: value for key, value in group.items() if key not in _IDENTITY}
@@ -114,10 +114,10 @@ class OptimizerState:
         self, holders_of: Mapping[int, Holders], own: Holders
     ) -> Iterator[tuple[int, Holders, torch.device]]:
         """(bytes, holders, device) of the state of parameters that have none yet; ``holders_of`` by id."""
-        for group in self._local.param_groups:
+        for group in self.local.param_groups:
             for parameter in group["params"]:
-                num_bytes = expected_state_bytes(self._local, group, parameter)
-                if num_bytes and parameter not in self._local.state:
+                num_bytes = expected_state_bytes(self.local, group, parameter)
+                if num_bytes and parameter not in self.local.state:
                     holders = own if self._divided else holders_of.get(id(parameter), own)
                     yield num_bytes, holders, parameter.device
 
@@ -139,7 +139,7 @@ class OptimizerState:
 
     def plan(self, saved: Any, parameters: Mapping[str, Any], rebuilder: Rebuilder) -> PlannedOptimizer:
         """What :meth:`apply` is to do after all copies were checked; writes nothing yet."""
-        live = self._local.state
+        live = self.local.state
         content: dict[Any, Any] = {}
         for name, tree in saved["state"].items():
             parameter = self._owner(parameters, name)
@@ -158,7 +158,7 @@ class OptimizerState:
 
     def apply(self, planned: PlannedOptimizer) -> None:
         """Make the live optimizer hold exactly what was planned; groups at the end come and go."""
-        optimizer, local = self.optimizer, self._local
+        optimizer, local = self.optimizer, self.local
         live = optimizer.param_groups
         del live[len(planned.groups) :]
         if self._divided:

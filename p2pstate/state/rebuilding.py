@@ -9,15 +9,15 @@ the same kind, shape, dtype and device type stays the same object.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from p2pstate.state.codec import Path, TensorRef, path_text
+from p2pstate.state.codec import Path, TensorRef, decode, path_text
 from p2pstate.state.errors import LeafError
-from p2pstate.state.leaves import describe, local_of, plain_parts
+from p2pstate.state.leaves import describe, is_plain, local_of, plain_parts
 
 __all__ = ["Rebuilder", "references"]
 
@@ -37,8 +37,10 @@ def references(tree: Any, path: Path) -> list[str]:
 class Rebuilder:
     """Plans one restore. ``copies`` holds (live tensor, captured value) pairs."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], live: Callable[[], Iterable[Any]] = tuple) -> None:
+        """``live``: values among which a tensor of a subclass is looked for that has to be made."""
         self._tensors = tensors
+        self._live = live
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def tree(self, tree: Any, live: Any, path: Path, parameter: torch.Tensor | None) -> Any:
@@ -63,6 +65,9 @@ class Rebuilder:
         if isinstance(live, torch.Tensor) and self._copy_into(ref, live, name):
             return live
         if ref.kind not in ("plain", "dtensor") or any(ref.parts):
+            made = self._subclass(ref, name, parameter)
+            if made is not None:
+                return made
             raise LeafError(
                 name,
                 f"is a {ref.kind}, and nothing of its kind and size is here to be written into",
@@ -70,6 +75,20 @@ class Rebuilder:
             )
         fresh = _fresh(self._tensors[name], _device(ref, parameter), parameter)
         return fresh if ref.kind == "plain" else _sharded_like(fresh, parameter, name)
+
+    def _subclass(self, ref: TensorRef, name: str, parameter: torch.Tensor | None) -> torch.Tensor | None:
+        """A new tensor of the class that a live one of this name has; None if there is none or it cannot be made."""
+        keys = [part.removeprefix("/") for part in ref.parts]
+        kind: Any = next((type(each) for each in _tensors_in(self._live()) if _is_like(each, ref.kind, keys)), None)
+        if kind is None or not ref.form:
+            return None
+        shape, stride, context = decode(ref.form, name)
+        device = _device(ref, parameter)
+        inner = {
+            key: self._tensors[name + part].to(device, copy=True) for key, part in zip(keys, ref.parts, strict=True)
+        }
+        made: torch.Tensor = kind.__tensor_unflatten__(inner, context, torch.Size(shape), stride)
+        return made
 
     def _copy_into(self, ref: TensorRef, live: torch.Tensor, name: str) -> bool:
         """Plans the copies into ``live`` if it is what ``ref`` describes, with the captured shapes and dtypes."""
@@ -80,6 +99,20 @@ class Rebuilder:
             return False
         self.copies += parts
         return True
+
+
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, Mapping):
+            yield from _tensors_in(value.values())
+        elif isinstance(value, list | tuple):
+            yield from _tensors_in(value)
+
+
+def _is_like(tensor: Any, kind: str, keys: list[str]) -> bool:
+    return type(tensor).__qualname__ == kind and not is_plain(tensor) and tensor.__tensor_flatten__()[0] == keys
 
 
 def _at(live: Any, key: Any) -> Any:

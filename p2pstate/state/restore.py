@@ -9,7 +9,7 @@ Known limit: an object whose own ``load_state_dict`` raises leaves a half restor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from p2pstate.state import rng
+from p2pstate.state.buffers import BufferShapes
 from p2pstate.state.collecting import Collector
 from p2pstate.state.errors import LeafError
 from p2pstate.state.holders import current_world
@@ -43,7 +44,7 @@ class Live:
     rng: bool
 
 
-def restore(live: Live, tensors: Mapping[str, torch.Tensor], saved: Any) -> None:
+def restore(live: Live, shapes: BufferShapes, tensors: Mapping[str, torch.Tensor], saved: Any) -> None:
     """Writes ``tensors`` and the decoded values ``saved`` into ``live``. LeafError if they differ."""
     _check_sections(live, saved)
     for model in live.models:
@@ -58,14 +59,20 @@ def restore(live: Live, tensors: Mapping[str, torch.Tensor], saved: Any) -> None
             modules.add(name, tensor, holders)
     for optimizer in live.optimizers:
         optimizer.check(saved["optimizers"][optimizer.prefix], named)
-    _check_names(modules.leaves, tensors, saved)
-    rebuilder = Rebuilder(tensors)
-    rebuilder.copies += [(leaf.tensor, tensors[leaf.name]) for leaf in modules.leaves]
+    refits = shapes.plan(tensors, saved["changed_buffers"])
+    refitted = {refit.name for refit in refits}
+    fixed = [leaf for leaf in modules.leaves if leaf.name not in refitted]
+    _check_names(fixed, {name: value for name, value in tensors.items() if name not in refitted}, saved)
+    rebuilder = Rebuilder(tensors, lambda: _all_live(live, parameters))
+    rebuilder.copies += [(leaf.tensor, tensors[leaf.name]) for leaf in fixed]
     planned = [o.plan(saved["optimizers"][o.prefix], parameters, rebuilder) for o in live.optimizers]
     extra = plan_extra(rebuilder, live.extra, saved["extra"]) if live.extra is not None else []
 
     for target, value in rebuilder.copies:
         write_into(target, value)
+    for refit in refits:
+        refit.apply()
+    shapes.inherit(saved["changed_buffers"])
     for optimizer, its_plan in zip(live.optimizers, planned, strict=True):
         optimizer.apply(its_plan)
     for name, module in (item for model in live.models for item in model.extra_state_modules()):
@@ -84,6 +91,12 @@ def restore(live: Live, tensors: Mapping[str, torch.Tensor], saved: Any) -> None
         apply_extra(live.extra, extra)
     if live.rng:
         rng.restore(saved["rng"])
+
+
+def _all_live(live: Live, parameters: Mapping[str, torch.Tensor]) -> Iterator[Any]:
+    yield from parameters.values()
+    for optimizer in live.optimizers:
+        yield from optimizer.local.state.values()
 
 
 def _check_sections(live: Live, saved: Any) -> None:
@@ -110,6 +123,7 @@ def _check_structure(saved: Any) -> None:
         "forward_sync": dict,
         "trainable": list,
         "evaluating": list,
+        "changed_buffers": list,
         "optimizers": dict,
         "objects": dict,
         "extra": (list, NoneType),

@@ -20,6 +20,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from p2pstate.state import rng as random_streams
+from p2pstate.state.buffers import BufferShapes
 from p2pstate.state.codec import decode, pack
 from p2pstate.state.collecting import Collector
 from p2pstate.state.errors import LeafError
@@ -78,6 +79,7 @@ class TrainingState:
             extra=extra,
             rng=rng,
         )
+        self._shapes = BufferShapes(self._live.models)
         self._names: list[str] = []
         self._order: list[int] = []
         self._tied: dict[str, str] = {}
@@ -116,6 +118,7 @@ class TrainingState:
                 "forward_sync": forward_sync,
                 "trainable": trainable,
                 "evaluating": evaluating,
+                "changed_buffers": self._shapes.changed(),
                 "optimizers": optimizers,
                 "objects": objects,
                 "extra": extra,
@@ -142,7 +145,7 @@ class TrainingState:
     def restore_decoded(self, tensors: Mapping[str, torch.Tensor], values: Any) -> None:
         """:meth:`restore` of values that are decoded already; they are used up."""
         with torch.no_grad():
-            restore(self._live, tensors, values)
+            restore(self._live, self._shapes, tensors, values)
 
     def model_leaves(self) -> list[Leaf]:
         """The leaves of all models alone, as they are now."""

@@ -459,3 +459,21 @@ def test_restore_of_a_subclass_state_without_a_live_one_is_refused() -> None:
     with pytest.raises(LeafError, match="Codes") as caught:
         restore(state, image)
     assert caught.value.name == "optimizer/model/0.weight/moment"
+
+
+def test_restore_makes_state_of_a_subclass_that_the_state_of_another_parameter_has() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for index, parameter in enumerate(model.parameters()):
+        codes = torch.full(parameter.shape, index - 2, dtype=torch.int8)
+        optimizer.state[parameter]["codes"] = Codes(codes, torch.full((1,), 0.5 + index))
+    image = image_of(state_of(model, optimizer))
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model[0].weight]["codes"] = Codes(torch.zeros(4, 3, dtype=torch.int8), torch.ones(1))
+    state = state_of(model, optimizer)
+    restore(state, image)
+    assert_same(image_of(state), image)
+    made = optimizer.state[model[2].bias]["codes"]
+    assert type(made) is Codes
+    assert (made.dtype, made.codes.tolist(), made.scale.item()) == (torch.bfloat16, [1, 1], 3.5)

@@ -251,6 +251,53 @@ def test_restore_with_unmatched_tensors_names_them_and_writes_nothing(change: st
     assert_same(image_of(state), before)
 
 
+class Lazy(nn.Module):
+    """Buffers of another size in each step, one that comes later, and one that two modules share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("grows", torch.zeros(1))
+        self.register_buffer("comes", None)
+        self.register_buffer("fixed", torch.zeros(2))
+        self.other = nn.Module()
+        self.other.register_buffer("same", self.grows)
+
+    def step(self, number: int) -> None:
+        self.grows.data = torch.full((number,), float(number))
+        if number > 1:
+            self.comes = torch.full((number, 2), number, dtype=torch.int32)
+
+
+def test_restore_of_buffers_that_change_their_shape_goes_forward_and_back() -> None:
+    model = Lazy()
+    state = simple(model)
+    images = [image_of(state)]
+    for number in (1, 2, 3):
+        model.step(number)
+        images.append(image_of(state))
+    for at in (1, 0, 3, 2, 0, 3):
+        restore(state, images[at])
+        assert image_of(state).layout.table() == images[at].layout.table()
+        assert model.grows.tolist() == ([float(at)] * at if at else [0.0])
+        assert model.other.same is model.grows
+        assert (model.comes is None) == (at < 2)
+    newcomer = Lazy()
+    state = simple(newcomer)
+    for at in (3, 1, 2):
+        restore(state, images[at])
+        assert image_of(state).layout.table() == images[at].layout.table()
+        assert newcomer.other.same is newcomer.grows
+
+
+def test_restore_of_a_buffer_that_was_built_with_another_shape_is_refused() -> None:
+    model = Lazy()
+    image = image_of(simple(model))
+    model.register_buffer("fixed", torch.zeros(3))
+    with pytest.raises(LeafError, match="build the same model"):
+        restore(simple(model), image)
+
+
 def test_restore_names_at_most_a_few_of_many() -> None:
     state = TrainingState([nn.Sequential(*[nn.PReLU() for _ in range(30)])], [], {}, rng=False)
     with pytest.raises(LeafError, match="and 22 more"):

@@ -1,6 +1,6 @@
 """A small model under one of several parallelisms; kills itself once at a given step, leaves its final state.
 
-Arguments: form (hsdp, fsdp_tp, fsdp_uneven, ddp_subgroup), folder, steps, where to die ("STEP:RANKS" or
+Arguments: form (see FORMS), folder, steps, where to die ("STEP:RANKS" or
 "STEP:RANKS:node", ranks with commas, or "-"), and for the Replicator NAME=VALUE (JSON).
 """
 
@@ -10,14 +10,17 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
 
 import p2pstate
 
@@ -52,29 +55,70 @@ class Data:
             yield torch.randn(4, self.width, generator=generator)
 
 
+# -- the forms: the wrapped model, and which data a rank sees
+
+
+def ddp(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
+    return DistributedDataParallel(body), rank
+
+
+def ddp_subgroup(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
+    """Two independent replicas, each over both nodes: ranks 0 and 2, 1 and 3."""
+    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return DistributedDataParallel(body, process_group=groups[rank % 2]), rank
+
+
+def fsdp_uneven(body: nn.Sequential, rank: int, **options: Any) -> tuple[nn.Module, int]:
+    for block in body:
+        fully_shard(block, **options)
+    return fully_shard(body, **options), rank
+
+
+def fsdp_offload(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
+    return fsdp_uneven(body, rank, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def hsdp(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
+    """Replicated between the two nodes, sharded inside."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    return fsdp_uneven(body, rank, mesh=mesh)
+
+
+def tp(body: nn.Sequential, _rank: int) -> tuple[nn.Module, int]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in body:
+        parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return body, 0
+
+
+def fsdp_tp(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
+    """Tensor parallel inside a node, sharded between the nodes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    for block in body:
+        parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return fsdp_uneven(body, rank // 2, mesh=mesh["fsdp"])
+
+
+def plain(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
+    """Replicated by hand: the loop averages all gradients."""
+    return body, rank
+
+
+FORMS: dict[str, Callable[[nn.Sequential, int], tuple[nn.Module, int]]] = {
+    form.__name__: form for form in (ddp, ddp_subgroup, fsdp_uneven, fsdp_offload, hsdp, tp, fsdp_tp, plain)
+}
+SHARED = ("ddp", "ddp_subgroup", "hsdp")  # every byte of the big layers and their optimizer is on the other node anyway
+
+
+def width_of(form: str) -> int:
+    """One that does not divide where that is possible."""
+    return 16 if "tp" in form else 13
+
+
 def build(form: str, rank: int) -> tuple[nn.Module, int]:
     """The model, and which data this rank sees."""
     torch.manual_seed(0)
-    width = 13 if form == "fsdp_uneven" else 16
-    model: nn.Module = nn.Sequential(*(Block(width) for _ in range(3)))
-    if form == "hsdp":  # replicated between the two nodes, sharded inside
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        for block in model:
-            fully_shard(block, mesh=mesh)
-        return fully_shard(model, mesh=mesh), rank
-    if form == "fsdp_tp":  # tensor parallel inside a node, sharded between the nodes
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
-        for block in model:
-            parallelize_module(block, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-            fully_shard(block, mesh=mesh["fsdp"])
-        return fully_shard(model, mesh=mesh["fsdp"]), rank // 2
-    if form == "fsdp_uneven":
-        for block in model:
-            fully_shard(block)
-        return fully_shard(model), rank
-    assert form == "ddp_subgroup"  # two independent replicas, each over both nodes: ranks 0 and 2, 1 and 3
-    groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    return nn.parallel.DistributedDataParallel(model, process_group=groups[rank % 2]), rank
+    return FORMS[form](nn.Sequential(*(Block(width_of(form)) for _ in range(3))), rank)
 
 
 def final_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -91,12 +135,12 @@ def main() -> None:
     rank = dist.get_rank()
     model, seed = build(form, rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = Data(seed, 13 if form == "fsdp_uneven" else 16)
+    data = Data(seed, width_of(form))
     settings = {name: json.loads(value) for name, _, value in (text.partition("=") for text in sys.argv[5:])}
     state = p2pstate.Replicator(model, optimizer, data=data, **settings)
 
     def train_step(batch: torch.Tensor) -> torch.Tensor:
-        noise = torch.rand(()).expand(1) if form != "fsdp_tp" else torch.zeros(1)
+        noise = torch.rand(()).expand(1) if "tp" not in form else torch.zeros(1)
         loss = (model(batch).pow(2).mean() * (1 + noise)).sum()
         loss.backward()
         if kill != "-" and not state.rehearsing:

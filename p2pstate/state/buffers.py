@@ -1,0 +1,82 @@
+"""Buffers that come, go and change their shape while a model is trained.
+
+In: models, captured tensors by leaf name. Out: the names of buffers that are not as they were when the model was built,
+and for a restore what has to be put in their place.
+Invariant: only a buffer that has changed since its model was built, here or on the owner, may differ from what was
+captured; of any other a difference means that two ranks have built different models, and is an error elsewhere.
+Known limit: a buffer that is a tensor subclass has to keep its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from p2pstate.state.leaves import is_plain
+from p2pstate.state.naming import ModelNames
+
+__all__ = ["BufferShapes", "Refit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Refit:
+    """One buffer, and the captured value that does not fit into it (None: there was no such buffer)."""
+
+    name: str
+    module: nn.Module
+    key: str
+    value: torch.Tensor | None
+
+    def apply(self) -> None:
+        live = self.module._buffers[self.key]
+        if self.value is None:
+            self.module._buffers[self.key] = None
+            return
+        device = live.device if live is not None else next((p.device for p in self.module.parameters()), None)
+        fresh = self.value.detach().to(device or "cpu", copy=True, memory_format=torch.contiguous_format)
+        if live is not None and live.dtype is fresh.dtype:
+            live.data = fresh  # the same object, for other modules may share it
+        else:
+            self.module._buffers[self.key] = fresh
+
+
+class BufferShapes:
+    """Remembers shapes and dtypes of all buffers as they are when this is made."""
+
+    def __init__(self, models: Sequence[ModelNames]) -> None:
+        self._models = models
+        self._built = {name: _kind(buffer) for model in models for name, _, _, buffer in model.buffers()}
+        self._inherited: frozenset[str] = frozenset()
+
+    def changed(self) -> list[str]:
+        """Names of buffers that have changed since then, in this process or in the one that was restored from."""
+        now = {name: _kind(buffer) for model in self._models for name, _, _, buffer in model.buffers()}
+        if now == self._built and not self._inherited:
+            return []
+        names = now.keys() | self._built.keys()
+        return sorted(self._inherited | {n for n in names if now.get(n) != self._built.get(n)})
+
+    def plan(self, tensors: Mapping[str, torch.Tensor], changed_on_owner: Iterable[str]) -> list[Refit]:
+        """What does not fit and may be made to fit; writes nothing."""
+        flexible = {*self.changed(), *changed_on_owner}
+        refits = []
+        for name, module, key, buffer in (item for model in self._models for item in model.buffers()):
+            value = tensors.get(name)
+            plain = buffer is None or is_plain(buffer)
+            if name in flexible and plain and _kind(buffer) != _kind(value):
+                refits.append(Refit(name, module, key, value))
+        return refits
+
+    def inherit(self, changed_on_owner: Iterable[str]) -> None:
+        """These have changed on the rank that was restored from: they may differ between versions for ever."""
+        self._inherited = frozenset(changed_on_owner)
+
+
+def _kind(buffer: torch.Tensor | None) -> Any:
+    if buffer is None or buffer.is_nested or not is_plain(buffer):
+        return buffer if buffer is None else type(buffer)
+    return buffer.shape, buffer.dtype
