@@ -114,6 +114,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/requests.py       what workers ask of their agent
     agent/status.py         what an operator is told
     agent/health.py         what probes look at
+    agent/chaos.py          faults on request
     agent/agent.py          rendezvous, vault and workers together
     agent/companion.py      the vault of a torchrun node
     data/permutation.py     data/: p2pstate.data, which uses nothing of what stands above
@@ -151,6 +152,7 @@ Layout, from the top down (a file imports only what stands above it):
     witness.py              a member that only votes
     verdict.py              how a run ended
     operating.py            p2prun status, stop, assume-dead
+    chaos.py                p2pstate chaos
     cli.py                  p2prun, p2pstate
 End of layout.
 """

@@ -12,11 +12,13 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from p2pstate.agent.agent import Agent
 from p2pstate.agent.job import Job
+from p2pstate.chaos import add_command as add_chaos_command
+from p2pstate.chaos import run_command as run_chaos_command
 from p2pstate.data.command import add_command as add_data_command
 from p2pstate.data.command import run_command as run_data_command
 from p2pstate.doctor import add_command as add_doctor_command
@@ -81,30 +83,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     keygen.add_argument("file", metavar="FILE", help="a new file; an existing one is never overwritten")
     verdict = commands.add_parser("verdict", help="say how a run ended, and exit with the run's exit code")
     verdict.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="p2prun's --run-dir, of this run only")
+    add_chaos_command(commands)
     add_durable_commands(commands)
     add_doctor_command(commands)
     add_data_command(commands)
     add_plan_command(commands)
     add_report_command(commands)
     options = parser.parse_args(argv)
-    if options.command == "keygen":
-        return _keygen(options.file)
-    if options.command == "verdict":
-        return _verdict(options.run_dir)
-    if options.command == "doctor":
-        return run_doctor_command(options)
-    if options.command == "checkpoints":
-        return run_checkpoints(options)
-    if options.command == "export":
-        return run_export(options)
-    if options.command == "data":
-        return run_data_command(options)
-    if options.command == "report":
-        return run_report_command(options)
-    if options.command == "plan":
-        return run_plan_command(options)
-    parser.print_help()
-    return 0
+    if options.command is None:
+        parser.print_help()
+        return 0
+    return COMMANDS[options.command](options)
 
 
 def _witness(arguments: Sequence[str]) -> int:
@@ -130,7 +119,8 @@ def _witness(arguments: Sequence[str]) -> int:
     return witness.run()
 
 
-def _keygen(path: str) -> int:
+def _keygen(options: argparse.Namespace) -> int:
+    path = options.file
     try:
         make_key_file(path)
     except FileExistsError:
@@ -143,7 +133,8 @@ def _keygen(path: str) -> int:
     return 0
 
 
-def _verdict(run_dir: Path) -> int:
+def _verdict(options: argparse.Namespace) -> int:
+    run_dir: Path = options.run_dir
     try:
         verdict = read_verdict(run_dir)
     except OSError as error:
@@ -213,6 +204,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="written every second while the agent lives, for probes (docs/kubernetes.md)",
     )
+    node.add_argument("--chaos", action="store_true", help="let p2pstate chaos inject faults into this node")
     node.add_argument("--quiet", action="store_true", help="workers' output and events go to --run-dir only")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
     parser.add_argument("script", help="the training script")
@@ -247,9 +239,23 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         join_timeout_s=options.join_timeout,
         spare_wait_s=options.spare_wait,
         health_file=os.path.abspath(options.health_file) if options.health_file else None,
+        chaos=options.chaos,
         hang_floor_s=options.hang_floor,
     )
     return config, job
+
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "chaos": run_chaos_command,
+    "checkpoints": run_checkpoints,
+    "data": run_data_command,
+    "doctor": run_doctor_command,
+    "export": run_export,
+    "keygen": _keygen,
+    "plan": run_plan_command,
+    "report": run_report_command,
+    "verdict": _verdict,
+}
 
 
 if __name__ == "__main__":

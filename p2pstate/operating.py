@@ -26,13 +26,13 @@ from rendezvous.operator import Line, Operator
 from rendezvous.types import RendezvousError
 from rendezvous.zmq_transport import ZmqTransport
 
-__all__ = ["OPERATING"]
+__all__ = ["OPERATING", "CommandRefused", "add_operator", "addresses_of", "operator_line"]
 
 AGAIN_S = 0.5
 NUM_SILENT_FOR_END = 2  # questions in a row that nobody answers: the run has ended
 
 
-class _Refused(Exception):
+class CommandRefused(Exception):
     """The command cannot begin; the message says why."""
 
 
@@ -40,8 +40,8 @@ def _status(arguments: Sequence[str]) -> int:
     parser = _parser("status", "Show the nodes, ranks, copies and troubles of a run.")
     parser.add_argument("--json", action="store_true", help="what every node answered, by its name")
     options = parser.parse_args(arguments)
-    with _line(options) as (config, transport):
-        answers = Line(config, transport).ask("status", None, options.timeout, _addresses)
+    with operator_line(options) as (config, transport):
+        answers = Line(config, transport).ask("status", None, options.timeout, addresses_of)
     if not answers:
         return _nobody("status", options, config, transport)
     print(json.dumps(answers, indent=2) if options.json else "\n".join(describe(answers)))
@@ -53,7 +53,7 @@ def _stop(arguments: Sequence[str]) -> int:
     parser.add_argument("--reason", default="", metavar="TEXT", help="becomes part of the log")
     options = parser.parse_args(arguments)
     reason = f"{getpass.getuser()} on {socket.gethostname()}" + (f": {options.reason}" if options.reason else "")
-    with _line(options) as (config, transport):
+    with operator_line(options) as (config, transport):
         until_s = time.monotonic() + options.timeout
         answers = Line(config, transport).ask("stop", reason, options.timeout)
         if not any(answer.get("taken") for answer in answers.values()):
@@ -62,7 +62,7 @@ def _stop(arguments: Sequence[str]) -> int:
         num_silent = 0
         while num_silent < NUM_SILENT_FOR_END and time.monotonic() < until_s:
             time.sleep(AGAIN_S)
-            num_silent = 0 if Line(config, transport).ask("status", None, AGAIN_S, _addresses) else num_silent + 1
+            num_silent = 0 if Line(config, transport).ask("status", None, AGAIN_S, addresses_of) else num_silent + 1
     if num_silent < NUM_SILENT_FOR_END:
         print(f"p2prun stop: some node is still there after {options.timeout:g} s (--timeout)", file=sys.stderr)
         return 1
@@ -81,7 +81,7 @@ def _assume_dead(arguments: Sequence[str]) -> int:
     parser.add_argument("node", metavar="NODE", help="its name in the run")
     parser.add_argument("--reason", default="an operator says so", metavar="TEXT", help="becomes part of the log")
     options = parser.parse_args(arguments)
-    with _line(options) as (config, transport):
+    with operator_line(options) as (config, transport):
         outcome = Operator(config, transport, options.node, options.reason).assume_dead(options.timeout)
     for name, answer in sorted(outcome.answers.items()):
         print(f"{name}: {answer.text}")
@@ -96,26 +96,32 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
         description=f"{description} Exit code: 0 done, 1 refused or nobody answered, 78 bad options.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--run-id", default=os.environ.get("P2PSTATE_RUN_ID", "default"), help="as on the nodes")
-    parser.add_argument("--timeout", type=float, default=15.0, metavar="S", help="give up after this long")
-    add_network(parser)
+    add_operator(parser)
     return parser
 
 
+def add_operator(parser: argparse.ArgumentParser) -> None:
+    """Which run, and how to reach it."""
+    parser.add_argument("--run-id", default=os.environ.get("P2PSTATE_RUN_ID", "default"), help="as on the nodes")
+    parser.add_argument("--timeout", type=float, default=15.0, metavar="S", help="give up after this long")
+    add_network(parser)
+
+
 @contextmanager
-def _line(options: argparse.Namespace) -> Iterator[tuple[Config, ZmqTransport]]:
+def operator_line(options: argparse.Namespace) -> Iterator[tuple[Config, ZmqTransport]]:
+    """Raises CommandRefused if the options do not make one."""
     try:
         config = operator_config(options)
         transport = ZmqTransport(config)
     except (ValueError, RendezvousError, OSError) as error:
-        raise _Refused(str(error)) from error
+        raise CommandRefused(str(error)) from error
     try:
         yield config, transport
     finally:
         transport.close(0.5)
 
 
-def _addresses(answer: Mapping[str, Any]) -> dict[str, str]:
+def addresses_of(answer: Mapping[str, Any]) -> dict[str, str]:
     """Members that are worth asking."""
     members: Mapping[str, Mapping[str, Any]] = answer["members"]
     return {name: str(each["address"]) for name, each in members.items() if each["state"] in ("alive", "suspect")}
@@ -137,7 +143,7 @@ def _command(name: str, run: Callable[[Sequence[str]], int]) -> Callable[[Sequen
     def command(arguments: Sequence[str]) -> int:
         try:
             return run(arguments)
-        except _Refused as error:
+        except CommandRefused as error:
             print(f"p2prun {name}: {error}", file=sys.stderr)
             return EXIT_CONFIG
 

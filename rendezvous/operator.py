@@ -72,6 +72,14 @@ class Line:
         hear([known[name] for name in known.keys() - answers.keys()], min(until_s, time.monotonic() + _OTHERS_S))
         return answers
 
+    def ask_one(self, address: str, kind: str, body: Any, timeout_s: float) -> Any:
+        """What the member at `address` answers to one question; None if nothing comes in time. It is asked once."""
+        for envelope in self.exchange([address], Question(kind, body), time.monotonic() + timeout_s):
+            answer = envelope.message
+            if isinstance(answer, Answer) and answer.kind == kind and envelope.address == address:
+                return answer.body
+        return None
+
 
 @dataclass(slots=True)
 class Outcome:

@@ -20,6 +20,7 @@ from contextlib import suppress
 from typing import Any
 
 from p2pstate.agent.budget import Budget
+from p2pstate.agent.chaos import Chaos
 from p2pstate.agent.describing import describe_start
 from p2pstate.agent.draining import Draining
 from p2pstate.agent.events import EventLog
@@ -66,6 +67,7 @@ class Agent:
         self._supervisor = Supervisor(
             self.node, self, self._writer, name=config.name, run_dir=job.run_dir, quiet=job.quiet
         )
+        self._chaos = Chaos(self.node, self._supervisor, self._vault, self._injected) if job.chaos else None
         self._rehearsals = Rehearsals(self._supervisor, self.events, job)
         self._watchdog = Watchdog(
             self.node,
@@ -245,6 +247,9 @@ class Agent:
         if kind == "status":
             waiting = self._waiting_reason if self._waiting_timer is not None else ""
             return node_status(self.node, self._supervisor, self._vault, waiting, self._weaknesses.told)
+        if kind == "chaos":
+            refused = "this node was not started with p2prun --chaos"
+            return self._chaos.answer(body) if self._chaos is not None else {"refused": refused}
         if kind == "stop" and isinstance(body, str):
             self._declare(EXIT_STOPPED, f"stopped by an operator: {body}")
             return {"taken": True}
@@ -317,6 +322,9 @@ class Agent:
     def _on_hung(self, worker: WorkerProcess, reason: str) -> None:
         sentence = f"rank {worker.rank} (pid {worker.pid}) hangs and is replaced: {reason}"
         self.events.emit("hang", sentence, rank=worker.rank, pid=worker.pid, reason=reason)
+
+    def _injected(self, sentence: str, fields: Mapping[str, Any]) -> None:
+        self.events.emit("chaos", sentence, **fields)
 
     def _on_slow(self, rank: int, reason: str) -> None:
         self.events.emit("straggler", f"rank {rank} is slow: {reason}", rank=rank, reason=reason)
