@@ -143,6 +143,7 @@ Layout, from the top down (a file imports only what stands above it):
     planning/inputs.py
     planning/formulas.py
     planning/simulation.py
+    planning/measured.py
     planning/plan.py
     planning/text.py
     planning/plot.py

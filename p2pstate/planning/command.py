@@ -54,11 +54,16 @@ def add_command(commands: Any) -> None:
     add(cluster, "--rack-nodes", _whole, "N", f"nodes that a rack's failure takes (default: {default.rack_nodes})")
     add(cluster, "--host-memory", units.parse_bytes, "BYTES", "of a node, that copies may use (default: not checked)")
 
-    failures = plan.add_argument_group("failures (one of the first three)")
+    failures = plan.add_argument_group("failures (one of the first four)")
     rate = failures.add_mutually_exclusive_group(required=True)
     add(rate, "--mtbf", _hours, "H", "mean time between failures of one GPU, in hours")
     add(rate, "--yearly-rate", units.parse_share, "PART", "of GPUs that fail in a year, such as 1%%")
     add(rate, "--failure-every", _hours, "H", "a measured interval between failures of a whole job, in hours")
+    rate.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="of a run: the rate of its failures, and what else it has measured",
+    )
     add(
         failures,
         "--measured-gpus",
@@ -162,11 +167,8 @@ def run_command(options: argparse.Namespace) -> int:
 
     try:
         given = {field: getattr(options, option) for option, field in _FIELDS.items()}
-        inputs = Inputs(
-            num_gpus=options.gpus,
-            gpu_mtbf_s=_gpu_mtbf_s(options),
-            **{field: value for field, value in given.items() if value is not None},
-        )
+        fields = _rates(options) | {field: value for field, value in given.items() if value is not None}
+        inputs = Inputs(num_gpus=options.gpus, **fields)
         plan = make_plan(inputs, sorted({*DEFAULT_HORIZONS_S, *(options.within or [])}), seed=options.seed)
         if options.plot:
             save_plot(plan, options.plot)
@@ -177,10 +179,17 @@ def run_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _gpu_mtbf_s(options: argparse.Namespace) -> float:
-    """Raises ValueError when a rate is zero, or an option is missing or too many."""
+def _rates(options: argparse.Namespace) -> dict[str, Any]:
+    """The rate of failures and what was measured with it. Raises ValueError for a rate of zero, a directory that tells
+    none, or an option too many."""
     if options.measured_gpus is not None and options.failure_every is None:
         raise ValueError("--measured-gpus belongs to --failure-every")
+    if options.run_dir is not None:
+        from p2pstate.observe.history import make_history
+        from p2pstate.observe.reading import read_run
+        from p2pstate.planning.measured import measured_fields
+
+        return dict(measured_fields(make_history(read_run(options.run_dir))))
     if options.mtbf is not None:
         mtbf_s: float = options.mtbf
     elif options.yearly_rate is not None:
@@ -189,7 +198,7 @@ def _gpu_mtbf_s(options: argparse.Namespace) -> float:
         mtbf_s = options.failure_every * (options.measured_gpus or options.gpus)
     if not mtbf_s > 0:
         raise ValueError("the mean time between failures, or the rate, has to be more than zero")
-    return mtbf_s
+    return {"gpu_mtbf_s": mtbf_s}
 
 
 def _in_options(text: str) -> str:

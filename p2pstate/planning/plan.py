@@ -65,7 +65,8 @@ class Plan:
     copy_every_steps: int  # 1: every step fits
     break_even_overhead: float
     losses_per_year: float  # of all copies of some shard, failures being independent
-    spares_needed: int
+    spares_needed: int  # for 99 of 100 runs never to wait for a node
+    simulated_s: float  # the length of each run
     placements: tuple[Placement, ...]
     recommended: str
     reason: str
@@ -87,7 +88,8 @@ def make_plan(inputs: Inputs, horizons_s: Sequence[float] = DEFAULT_HORIZONS_S, 
     policies, break_even = _policies(inputs, mtbf_s)
     every = _every(inputs)
     redone_s = formulas.mean_lost_s(policies[1].interval_s)
-    cluster, num_runs = _cluster(inputs, mtbf_s, redone_s), _num_runs(mtbf_s)
+    duration_s, num_runs = _simulated(mtbf_s)
+    cluster = _cluster(inputs, mtbf_s, duration_s, redone_s)
     needed = simulate_runs(replace(cluster, num_spares=UNLIMITED), num_runs=num_runs, seed=seed).most_away
     num_spares = needed if inputs.num_spares is None else inputs.num_spares
     placements = _placements(inputs, replace(cluster, num_spares=num_spares), num_runs, seed)
@@ -107,10 +109,11 @@ def make_plan(inputs: Inputs, horizons_s: Sequence[float] = DEFAULT_HORIZONS_S, 
         break_even_overhead=break_even,
         losses_per_year=_losses_per_s(inputs, mtbf_s) * YEAR_S,
         spares_needed=needed,
+        simulated_s=duration_s,
         placements=placements,
         recommended=recommended,
         reason=reason,
-        notes=tuple(_notes(inputs, every, needed, placements)),
+        notes=tuple(_notes(inputs, every, needed, duration_s, placements)),
     )
 
 
@@ -195,8 +198,10 @@ def _memory_policy(inputs: Inputs, mtbf_s: float, checkpoint: Policy, async_chec
     return _policy(inputs, "p2pstate", interval_s, stall_s, recovery_s, goodput, mtbf_s), break_even
 
 
-def _num_runs(mtbf_s: float) -> int:
-    return max(MIN_RUNS, min(MAX_RUNS, round(SIMULATED_FAILURES * mtbf_s / MONTH_S)))
+def _simulated(mtbf_s: float) -> tuple[float, int]:
+    """How long runs to simulate, and how many: a month each, less where it is full of failures."""
+    duration_s = min(MONTH_S, SIMULATED_FAILURES / MIN_RUNS * mtbf_s)
+    return duration_s, max(MIN_RUNS, min(MAX_RUNS, round(SIMULATED_FAILURES * mtbf_s / duration_s)))
 
 
 def _racks(inputs: Inputs) -> tuple[list[str], dict[str, dict[str, str]]]:
@@ -205,14 +210,14 @@ def _racks(inputs: Inputs) -> tuple[list[str], dict[str, dict[str, str]]]:
     return names, {name: {"rack": f"r{node // inputs.rack_nodes}"} for node, name in enumerate(names)}
 
 
-def _cluster(inputs: Inputs, mtbf_s: float, redone_s: float) -> Cluster:
+def _cluster(inputs: Inputs, mtbf_s: float, duration_s: float, redone_s: float) -> Cluster:
     """With partners in different racks; ``redone_s`` of work is repeated after a return to disk."""
     names, racks = _racks(inputs)
     interval_s = _every(inputs) * inputs.step_s
     return Cluster(
         partners=partners(names, inputs.copies, racks),
         mtbf_s=mtbf_s,
-        duration_s=MONTH_S,
+        duration_s=duration_s,
         num_spares=0,
         repair_s=inputs.repair_s,
         node_share=inputs.node_share,
@@ -269,7 +274,7 @@ def _recommend(inputs: Inputs, policies: tuple[Policy, ...], break_even: float) 
     )
 
 
-def _notes(inputs: Inputs, every: int, needed: int, placements: Sequence[Placement]) -> list[str]:
+def _notes(inputs: Inputs, every: int, needed: int, duration_s: float, placements: Sequence[Placement]) -> list[str]:
     out = []
     if not STORAGE[inputs.storage].outlives_node:
         out.append(
@@ -283,14 +288,15 @@ def _notes(inputs: Inputs, every: int, needed: int, placements: Sequence[Placeme
         )
     if inputs.num_spares is not None and inputs.num_spares < needed:
         out.append(
-            f"{inputs.num_spares} spares are too few: with {needed}, 99 of 100 runs of 30 days never wait for a node, "
-            f"when a repair takes {duration_text(inputs.repair_s)}"
+            f"{inputs.num_spares} spares are too few: with {needed}, 99 of 100 runs of {duration_text(duration_s)} "
+            f"never wait for a node, when a repair takes {duration_text(inputs.repair_s)}"
         )
     side_by_side = next(each.outcome for each in placements if not each.apart)
     apart = next(each.outcome for each in placements if each.apart and each.copies == inputs.copies)
     if side_by_side.chance_of_loss > apart.chance_of_loss + 0.01:
         out.append(
             "label nodes with their racks (p2prun --label rack=NAME): with partners side by side a rack's failure "
-            f"takes all copies, and {percent_text(side_by_side.chance_of_loss)} of runs of 30 days fall back to disk"
+            f"takes all copies, and {percent_text(side_by_side.chance_of_loss)} of runs of {duration_text(duration_s)} "
+            "fall back to disk"
         )
     return out

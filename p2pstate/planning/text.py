@@ -48,6 +48,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "break_even_overhead": plan.break_even_overhead,
         "losses_of_all_copies_per_year": plan.losses_per_year,
         "spares_needed": plan.spares_needed,
+        "simulated_s": plan.simulated_s,
         "simulation": [
             {"copies": each.copies, "partners_apart": each.apart, **asdict(each.outcome)} for each in plan.placements
         ],
@@ -94,8 +95,8 @@ def as_text(plan: Plan) -> str:
                 ("break-even", _break_even(plan)),
                 (
                     "spares",
-                    f"{plan.spares_needed} for 99 of 100 runs of 30 days never to wait for a node (a repair takes "
-                    f"{duration_text(inputs.repair_s)})",
+                    f"{plan.spares_needed} for 99 of 100 runs of {duration_text(plan.simulated_s)} never to wait for a "
+                    f"node (a repair takes {duration_text(inputs.repair_s)})",
                 ),
                 (
                     "all copies lost",
@@ -142,8 +143,8 @@ def _simulation(plan: Plan) -> list[str]:
     inputs = plan.inputs
     spares = inputs.num_spares if inputs.num_spares is not None else plan.spares_needed
     head = (
-        f"simulated: {_count(outcome.num_runs, 'run')} of 30 days, {_count(spares, 'spare')}, "
-        f"{percent_text(inputs.rack_share)} of failures take a rack of {_count(inputs.rack_nodes, 'node')}"
+        f"simulated: {_count(outcome.num_runs, 'run')} of {duration_text(plan.simulated_s)}, "
+        f"{_count(spares, 'spare')}, {percent_text(inputs.rack_share)} of failures take a rack of {_count(inputs.rack_nodes, 'node')}"
     )
     rows = [("copies", "partners", "goodput", "runs that lose all copies of a shard", "runs that wait for a node")]
     for each in plan.placements:

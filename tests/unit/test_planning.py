@@ -275,3 +275,41 @@ def test_command_without_matplotlib_says_what_to_install(
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert main(["plan", "--gpus", "16", "--mtbf", "10000", "--plot", "plan.png"]) == 2
     assert "pip install 'p2pstate[plot]'" in capsys.readouterr().err
+
+
+def write_run(folder: Path, *, with_failure: bool) -> None:
+    """One rank, 200 steps of half a second; after 100 of them a process died and 20 s passed."""
+    clock = {"until": 0.0, "seconds": {"useful": 0.5, "protection": 0.01}}
+    events = [{"t": 0.0, "event": "view", "nonce": "a"}, {"t": 0.0, "event": "worker_started", "rank": 0, "pid": 1}]
+    t = 0.0
+    for number in range(1, 201):
+        t += 0.51
+        if with_failure and number == 101:
+            events += [
+                {"t": t, "event": "worker_exited", "rank": 0, "pid": 1, "cause": "signal 9"},
+                {"t": t, "event": "abort", "round": 1, "reason": "rank 0 died"},
+                {"t": t, "event": "worker_started", "rank": 0, "pid": 2},
+            ]
+            t += 20
+        events.append({"t": t, "event": "step", "rank": 0, "step": number, "clock": {**clock, "until": t}})
+    lines = [json.dumps({"node": "n0", **event}) + "\n" for event in events]
+    (folder / "events-n0.jsonl").write_text("".join(lines))
+
+
+def test_command_takes_the_rate_and_more_from_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_run(tmp_path, with_failure=True)
+    assert main(["plan", "--gpus", "64", "--run-dir", str(tmp_path), "--overhead", "5%", "--json"]) == 0
+    inputs = json.loads(capsys.readouterr().out)["inputs"]
+    assert inputs["gpu_mtbf_s"] == pytest.approx(200 * 0.51 + 20, rel=0.01)
+    assert inputs["step_s"] == pytest.approx(0.5)
+    assert inputs["vault_recovery_s"] == pytest.approx(20, rel=0.01)
+    assert inputs["node_share"] == 0.0
+    assert inputs["overhead"] == 0.05  # what is given counts more than what was measured
+
+
+def test_command_with_a_run_without_failures_says_that_it_tells_no_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_run(tmp_path, with_failure=False)
+    assert main(["plan", "--gpus", "64", "--run-dir", str(tmp_path)]) == 2
+    assert "no failure happened" in capsys.readouterr().err

@@ -1,0 +1,32 @@
+"""What a run that was measured says about the next one. Pure.
+
+In: a `History`. Out: fields of `Inputs`. One rank counts as one GPU.
+Known limit: a run with few failures says little about their rate; the number of failures is part of the answer.
+"""
+
+from __future__ import annotations
+
+import statistics
+
+from p2pstate.observe.history import History
+
+__all__ = ["measured_fields"]
+
+
+def measured_fields(history: History) -> dict[str, float]:
+    """Raises ValueError when the run had no failure, for it tells no rate then."""
+    mtbf_s = history.rank_mtbf_s
+    if mtbf_s is None:
+        raise ValueError("no failure happened in that run, so it tells no rate: give --mtbf or another rate")
+    fields = {"gpu_mtbf_s": mtbf_s}
+    useful_s = [step.useful_s for step in history.steps if step.useful_s > 0]
+    if useful_s:
+        fields["step_s"] = statistics.median(useful_s)
+        fields["overhead"] = history.total.seconds.get("protection", 0.0) / sum(useful_s)
+    for cause, field in (("process", "vault_recovery_s"), ("node", "buddy_recovery_s")):
+        took_s = [each.seconds for each in history.incidents if each.cause == cause and each.seconds is not None]
+        if took_s:
+            fields[field] = statistics.median(took_s)
+    causes = [each.cause for each in history.incidents]
+    fields["node_share"] = causes.count("node") / len(causes)
+    return fields
