@@ -22,6 +22,7 @@ __all__ = ["DEFAULT_HORIZONS_S", "Placement", "Plan", "Policy", "goodputs", "mak
 
 DEFAULT_HORIZONS_S = (HOUR_S, DAY_S, 7 * DAY_S, MONTH_S)
 UNLIMITED = 1 << 30
+HOPELESS = 0.05  # a goodput at which no way is worth recommending
 SIMULATED_FAILURES = 60_000  # per question: about half a second
 MIN_RUNS, MAX_RUNS = 20, 2000
 
@@ -250,6 +251,12 @@ def _placements(inputs: Inputs, cluster: Cluster, num_runs: int, seed: int) -> t
 def _recommend(inputs: Inputs, policies: tuple[Policy, ...], break_even: float) -> tuple[str, str]:
     checkpoint, async_checkpoint, memory = policies
     other = max(checkpoint, async_checkpoint, key=lambda policy: policy.goodput)
+    if max(policy.goodput for policy in policies) < HOPELESS:
+        best = max(policies, key=lambda policy: policy.goodput)
+        return best.name, (
+            f"hardly any work gets done whatever is done about failures, for they come faster than anything recovers "
+            f"({duration_text(memory.recovery_s)} from memory): fewer GPUs, or more reliable ones, are needed"
+        )
     if inputs.num_nodes == 1:
         return other.name, (
             "there is one node, so no other one can keep copies, and its own memory is lost with it: have a second node"

@@ -166,6 +166,7 @@ def test_plan_recommends_with_the_reason() -> None:
     seldom = make_plan(Inputs(16, 1e6 * HOUR_S))
     assert seldom.recommended != "p2pstate"
     assert "failures are too rare" in seldom.reason
+    assert "come faster than anything recovers" in make_plan(Inputs(100_000, 10 * HOUR_S)).reason
     assert "one node" in make_plan(Inputs(8, 10_000 * HOUR_S)).reason
     small = make_plan(Inputs(1024, 10_000 * HOUR_S, host_bytes_per_node=1e9))
     assert small.recommended != "p2pstate"
