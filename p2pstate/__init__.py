@@ -61,6 +61,7 @@ Layout, from the top down (a file imports only what stands above it):
     worker/link.py          the line to the agent
     worker/context.py       this worker's place in the run
     footprint.py            how much of the live state is unique
+    description.py          pure: what is protected, where, and what the loss of a node does
     live_body.py            bytes that are sent from live state
     capture.py              live state -> own slots
     replicate.py            own slots -> the buddies

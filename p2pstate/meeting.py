@@ -27,8 +27,10 @@ __all__ = ["look_alone", "meet"]
 
 def meet(
     store: Store, info: RoundInfo, rank: int, settings: Settings, need: RankNeed, room: Bound | None, timeout_s: float
-) -> Decision:
+) -> tuple[Decision, list[tuple[int, int]]]:
     """All ranks of ``info`` call this once for each ``store``; ``room``: from one rank of every node.
+
+    Returns the decision, and what every rank has (see RankNeed.sizes).
 
     Raises ConfigError when the run cannot be protected as it is asked for; what the store raises.
     """
@@ -38,14 +40,14 @@ def meet(
     if rank == 0:
         keys = [f"rank/{each}" for each in range(info.world_size)]
         store.wait(keys, timedelta(seconds=timeout_s))
-        decision = _decide(info, settings, [msgpack.unpackb(store.get(key)) for key in keys])
-        store.set("decision", msgpack.packb(astuple(decision)))
-    else:
-        store.wait(["decision"], timedelta(seconds=timeout_s))
-        decision = Decision(*msgpack.unpackb(store.get("decision")))
+        decision, needs = _decide(info, settings, [msgpack.unpackb(store.get(key)) for key in keys])
+        store.set("decision", msgpack.packb([astuple(decision), [each.sizes for each in needs]]))
+    store.wait(["decision"], timedelta(seconds=timeout_s))
+    decided, sizes = msgpack.unpackb(store.get("decision"))
+    decision = Decision(*decided)
     if decision.refused:
         raise ConfigError(decision.refused)
-    return decision
+    return decision, [(unique, alike) for unique, alike in sizes]
 
 
 def look_alone(places: list[int], place: int, settings: Settings, need: RankNeed, room: Bound) -> str:
@@ -63,17 +65,18 @@ def look_alone(places: list[int], place: int, settings: Settings, need: RankNeed
     return decision.said
 
 
-def _decide(info: RoundInfo, settings: Settings, said: list[Any]) -> Decision:
-    needs, rooms = [], {}
+def _decide(info: RoundInfo, settings: Settings, said: list[Any]) -> tuple[Decision, list[RankNeed]]:
+    needs: list[RankNeed] = []
+    rooms = {}
     for rank, (theirs, (unique, alike, live, own), room) in enumerate(said):
         try:
             settings.check_same(0, theirs, rank)
         except ConfigError as error:
-            return Decision(str(error))
+            return Decision(str(error)), []
         needs.append(RankNeed(unique, alike, live, own and Bound(*own)))
         if room:
             rooms[info.node_of(rank)] = Bound(*room)
-    return decide(
+    decision = decide(
         needs,
         [worker.node for worker in info.workers],
         rooms,
@@ -82,6 +85,7 @@ def _decide(info: RoundInfo, settings: Settings, said: list[Any]) -> Decision:
         labels=info.labels,
         writes_to_disk=settings.checkpoint is not None,
     )
+    return decision, needs
 
 
 def _packed(bound: Bound) -> list[Any]:

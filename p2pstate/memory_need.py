@@ -32,6 +32,10 @@ class RankNeed:
     live_bytes: int = 0
     address_space: Bound | None = None
 
+    @property
+    def sizes(self) -> tuple[int, int]:
+        return self.unique_bytes, self.alike_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Decision:

@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
 
 import msgpack
@@ -91,8 +91,9 @@ class Joined:
     source: str
     num_bytes: int
     reason: str
-    lean: bool
     end_step: int | None  # all ranks end here, because the data of one did
+    lean: bool = False
+    sizes_of_all: list[tuple[int, int]] = field(default_factory=list)  # see Asked
 
 
 def join(
@@ -123,7 +124,7 @@ def join(
 
     row.begin(info.epoch)
     with phases.phase("spare"), row.inside("meet"):
-        reports, lean = _meet(store, info, report, asked, join_timeout_s)
+        reports, lean, sizes_of_all = _meet(store, info, report, asked, join_timeout_s)
     with phases.phase("groups"), row.inside("connect"):
         if not connected:
             registry.attach(call(lambda: registry.build(info.epoch), is_over, "connecting"))
@@ -138,7 +139,7 @@ def join(
         joined = _from_disk(disk, store, info, registry, state, reports, error, phases, ended_at)
         if joined is None:
             raise
-        return joined
+        return replace(joined, sizes_of_all=sizes_of_all)
     mine = plan.of(report.rank)
     with phases.phase("pull"), row.inside("pull"):
         images = call(lambda: _move(plan, report.rank, slots, registry), is_over, "pulling")
@@ -156,7 +157,7 @@ def join(
     if any(fetch.sender is not None for fetch in mine):
         source = "buddy" if any(f.sender is not None and f.part.kind == "own" for f in mine) else "replicas"
     pulled = sum(fetch.num_bytes for fetch in mine if fetch.sender is not None)
-    return Joined(plan.version, plan.keep, plan.steps_lost, source, pulled, plan.reason, lean, ended_at)
+    return Joined(plan.version, plan.keep, plan.steps_lost, source, pulled, plan.reason, ended_at, lean, sizes_of_all)
 
 
 def _from_disk(
@@ -192,21 +193,28 @@ def _from_disk(
     reason = f"{in_memory}; {resolved.choice.path} is the newest good checkpoint"
     reason = "; ".join([reason, *(f"skipped {each}" for each in resolved.skipped)])
     lost = max(0, seen_step - version.step)
-    return Joined(version, version, lost, "disk", resolved.choice.manifest.num_bytes, reason, False, ended_at)
+    return Joined(version, version, lost, "disk", resolved.choice.manifest.num_bytes, reason, ended_at)
 
 
 def _meet(
     store: Store, info: RoundInfo, report: RankReport, asked: Asked, timeout_s: float
-) -> tuple[dict[int, RankReport], bool]:
-    """Wait until every rank has stopped what it did before: from here on no slot changes. Also whether it is lean."""
-    store.set(f"join/{report.rank}", msgpack.packb([astuple(report), asked.settings.pack(), asked.mode]))
+) -> tuple[dict[int, RankReport], bool, list[tuple[int, int]]]:
+    """Wait until every rank has stopped what it did before: from here on no slot changes.
+
+    Returns the reports, whether the round is lean, and what each rank has (see Asked).
+    """
+    store.set(
+        f"join/{report.rank}",
+        msgpack.packb([astuple(report), asked.settings.pack(), asked.sizes, [asked.lean, asked.why_not_full]]),
+    )
     keys = [f"join/{rank}" for rank in range(info.world_size)]
     store.wait(keys, timedelta(seconds=timeout_s))
     reports: dict[int, RankReport] = {}
-    modes = []
+    modes, sizes = [], []
     for rank, key in enumerate(keys):
-        its, theirs, its_mode = msgpack.unpackb(store.get(key))
+        its, theirs, its_sizes, its_mode = msgpack.unpackb(store.get(key))
         modes.append(its_mode)
+        sizes.append(tuple(its_sizes))
         reports[rank] = RankReport(*its)
         try:
             asked.settings.check_same(report.rank, theirs, rank)
@@ -220,7 +228,7 @@ def _meet(
         if asked.why_not_full:
             raise ConfigError(f"{why_not}, and the others are not lean: all have to start again")
         raise Retryable(f"a rank joins without memory for its copies: {why_not}")
-    return reports, lean
+    return reports, lean, sizes
 
 
 def _mode(modes: Sequence[tuple[bool | None, str]], asked_for: bool) -> bool:

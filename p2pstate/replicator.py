@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from p2pstate.block import StepBlock
+from p2pstate.description import Description, describe, leaf_groups
 from p2pstate.errors import ConfigError
 from p2pstate.feed import LoopPosition
 from p2pstate.footprint import memory_need
@@ -24,6 +25,7 @@ from p2pstate.groups.group import P2PGroup
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.meeting import look_alone, meet
+from p2pstate.memory_need import RankNeed
 from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.meter import METER
 from p2pstate.protection import Protection
@@ -121,7 +123,8 @@ class Replicator:
             raise ValueError(f"Replicator needs at least one {missing} among its arguments")
         self.extra: MutableMapping[str, Any] = {} if extra is None else extra
         objects["loop"] = position = LoopPosition()
-        state = TrainingState(models, optimizers, objects, extra=self.extra, rng=rng)
+        self._context = context
+        self._state = state = TrainingState(models, optimizers, objects, extra=self.extra, rng=rng)
         _check_run(context, state, settings, recovery_timeout_s)
         context.copies = copies
         context.tell_copies()
@@ -190,6 +193,27 @@ class Replicator:
         back: its effects on the state have to come again, its effects on the outside (logs) may be left out."""
         return self._loop.replaying
 
+    def describe(self) -> Description:
+        """What is protected, where the copies are, what they cost, and what the loss of each node does now.
+
+        ``print(state.describe())`` shows it all. No collective: any rank may call it alone.
+        """
+        context, settings = self._context, self._loop.protection.settings
+        protected = self._loop.protection.protected
+        info = context.info
+        return describe(
+            context.rank,
+            leaf_groups(self._state.collect(), self._state.parameter_names(), context.places),
+            [f"place {place}" for place in context.places] if info is None else [w.node for w in info.workers],
+            [RankNeed(*sizes) for sizes in context.sizes_of_all or [context.sizes] * context.world_size],
+            copies=settings.copies,
+            lean=bool(context.lean),
+            labels=None if info is None else info.labels,
+            writes_to_disk=settings.checkpoint is not None,
+            committed_step=self._loop.step,
+            protected_step=None if protected is None else protected.step,
+        )
+
     @property
     def committed_step(self) -> int:
         """The newest committed step."""
@@ -208,6 +232,7 @@ class Replicator:
 def _check_run(context: WorkerContext, state: TrainingState, settings: Settings, timeout_s: float) -> None:
     """Whether the run is lean. Raises ConfigError when ranks ask for different things, or a node has not the memory."""
     need = memory_need(state, context.rank, context.places)
+    context.sizes = need.sizes
     if context.info is None:
         place = context.rank // context.num_local
         context.why_not_full = look_alone(context.places, place, settings, need, context.link.room())
@@ -216,7 +241,7 @@ def _check_run(context: WorkerContext, state: TrainingState, settings: Settings,
     assert REGISTRY.make_store is not None
     store = PrefixStore(f"replicator/{context.num_meetings}", REGISTRY.make_store(context.info.epoch))
     room = context.link.room() if context.local_rank == 0 else None
-    decision = meet(store, context.info, context.rank, settings, need, room, timeout_s)
+    decision, context.sizes_of_all = meet(store, context.info, context.rank, settings, need, room, timeout_s)
     context.lean = decision.lean
     if decision.said and context.rank == 0:
         context.link.send("event", kind="lean", text=decision.said)

@@ -135,7 +135,7 @@ class Rounds:
         context.joining = True
         try:
             row = STATUS.trace.row(JOIN)
-            asked = Asked(self._protection.settings, context.lean, context.why_not_full)
+            asked = Asked(self._protection.settings, context.sizes, context.lean, context.why_not_full)
             limit_s = self._recovery_timeout_s
             joined = join(info, link, REGISTRY, self._state, report, asked, phases, row, limit_s, connected, self._disk)
         except MustStartOver as error:
@@ -153,7 +153,7 @@ class Rounds:
                 link.send("error", epoch=info.epoch, text=f"joining failed: {error}")
         else:
             context.info = info
-            context.lean = joined.lean
+            context.lean, context.sizes_of_all = joined.lean, joined.sizes_of_all
             context.tell_copies()
             link.send("resumed", epoch=info.epoch, version=list(joined.version))
             return joined

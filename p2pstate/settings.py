@@ -41,12 +41,9 @@ class Asked:
     and does not know; ``why_not_full``: why the node of one that joins has no memory for it, empty if it has."""
 
     settings: Settings
+    sizes: tuple[int, int]  # of what this rank has: see RankNeed
     lean: bool | None
     why_not_full: str
-
-    @property
-    def mode(self) -> tuple[bool | None, str]:
-        return self.lean, self.why_not_full
 
 
 @dataclass(frozen=True, slots=True)

@@ -127,6 +127,11 @@ class TrainingState:
         )
         return Collected(self._sorted(collector.leaves), values, self._tied)
 
+    def parameter_names(self) -> set[str]:
+        """The leaves (or, of tensors made of several, the beginnings of their names) that are parameters."""
+        named = (each for model in self._live.models for each in model.tensors())
+        return {name for name, tensor, _ in named if isinstance(tensor, nn.Parameter)}
+
     def expected_growth(self) -> Iterator[tuple[int, Holders, torch.device]]:
         """(bytes, holders, device) of optimizer state that is yet to be made, as far as it can be foreseen."""
         named = {id(tensor): holders for model in self._live.models for _, tensor, holders in model.tensors()}

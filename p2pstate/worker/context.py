@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn
 
 from p2pstate.errors import EXIT_RETRY, ConfigError
@@ -42,6 +42,8 @@ class WorkerContext:
     unfinished: Callable[[], None] | None = None  # agrees on the end of a loop that was left, perhaps by an exception
     failing: bool = False  # the script ends by an exception: nobody waits for its loop any more
     lean: bool | None = None  # there is no copy on the own node; None: not known before a newcomer has joined
+    sizes: tuple[int, int] = (0, 0)  # in bytes: what only this rank's node has, and its piece of what others have too
+    sizes_of_all: list[tuple[int, int]] = field(default_factory=list)  # the same of every rank, once it is known
     why_not_full: str = ""  # why this newcomer's node has no memory for one
     left_early: str = ""  # where a loop was left while its step was being discarded
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -83,6 +84,12 @@ def test_two_nodes_that_hold_each_others_shard_die_at_once_and_two_copies_outliv
     events = train(tmp_path / "killed", "6:1,2:node", fork_server, 2, "copies=2")
     assert len(list((tmp_path / "killed").glob("killed-*"))) == 2
     assert_same_end(tmp_path / "killed", undisturbed)
+    places = [event for event in events if event["event"] == "view"][-1]["places"]
+    described = torch.load(tmp_path / "killed" / "final-1.pt")["described"]
+    assert f"rank 1 on {places[1]}" in described
+    assert f"copies of shard 1: {places[1]}, {places[2]}, {places[3]}" in described
+    (step,) = re.findall(rf"protected: step (\d+); committed: step {NUM_STEPS}$", described, re.MULTILINE)
+    assert f"or the run waits for one; step {step} comes from the memory of" in described
     sources = {event["rank"]: event["source"] for event in events if event["event"] == "recovery"}
     assert sources == {0: "survivor", 1: "buddy", 2: "buddy", 3: "survivor"}
     assert [event for event in events if event["event"] == "weakness"] == []

@@ -26,9 +26,10 @@ def outcomes(settings: list[Settings], needs: list[RankNeed], rooms: list[Bound 
 
     def of(rank: int) -> str:
         try:
-            decision = meet(store, INFO, rank, settings[rank], needs[rank], rooms[rank], DEADLINE_S)
+            decision, found = meet(store, INFO, rank, settings[rank], needs[rank], rooms[rank], DEADLINE_S)
         except ConfigError as error:
             return str(error)
+        assert found == [need.sizes for need in needs]
         return "lean" if decision.lean else ""
 
     with ThreadPoolExecutor(len(settings)) as pool:

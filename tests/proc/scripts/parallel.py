@@ -152,7 +152,8 @@ def main() -> None:
     for _ in state.run(train_step, steps=steps):
         pass
     sizes = [state.stats.num_own_bytes, state.stats.num_shared_bytes]
-    torch.save({"state": final_state(model, optimizer), "sizes": sizes}, folder / f"final-{rank}.pt")
+    found = {"state": final_state(model, optimizer), "sizes": sizes, "described": str(state.describe())}
+    torch.save(found, folder / f"final-{rank}.pt")
 
 
 def die_once(kill: str, step: int, rank: int, folder: Path) -> None:
