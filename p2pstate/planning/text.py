@@ -143,7 +143,8 @@ def _simulation(plan: Plan) -> list[str]:
     inputs = plan.inputs
     spares = inputs.num_spares if inputs.num_spares is not None else plan.spares_needed
     runs = f"{_count(outcome.num_runs, 'run')} of {duration_text(plan.simulated_s)}"
-    head = f"simulated: {runs}, {_count(spares, 'spare')}, {percent_text(inputs.rack_share)} of failures take a rack of {_count(inputs.rack_nodes, 'node')}"
+    racks = f"{percent_text(inputs.rack_share)} of failures take a rack of {_count(inputs.rack_nodes, 'node')}"
+    head = f"simulated: {runs}, {_count(spares, 'spare')}, {racks}"
     rows = [("copies", "partners", "goodput", "runs that lose all copies of a shard", "runs that wait for a node")]
     for each in plan.placements:
         rows.append(
