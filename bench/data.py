@@ -21,13 +21,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE)]
-
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from data_peers import peers  # noqa: E402
-from data_sources import (  # noqa: E402
+import numpy as np
+import torch
+from data_peers import peers
+from data_sources import (
     BYTES_PER_S,
     LATENCY_S,
     LENGTH,
@@ -37,13 +34,11 @@ from data_sources import (  # noqa: E402
     InMemory,
     write_tokens,
 )
-from torch.utils.data import DataLoader, Dataset  # noqa: E402
+from torch.utils.data import DataLoader, Dataset
 
-from p2pstate.data import Loader, MmapTokens, Sampler, Shuffled  # noqa: E402
+from p2pstate.data import Loader, MmapTokens, Sampler, Shuffled
 
 BATCH = 32
-MEASURE_S = 1.5
-MAX_BATCHES = 600
 STEP_S = 0.004  # of simulated compute, where it is to hide a fetch
 HIDE_FILES = 2
 RESUME_SAMPLES = 10_000_000
@@ -67,14 +62,14 @@ def ours(dataset: Any, workers: int, *, shuffle: bool = True) -> Loader:
     return Loader(dataset, batch_sampler=sampler, num_workers=workers, pin_memory=False)
 
 
-def samples_per_s(loader: Iterable[Any]) -> float:
-    """Without compute, after the first batch."""
+def samples_per_s(loader: Iterable[Any], seconds: float) -> float:
+    """Without compute, after the first batch, for so long or to the epoch's end."""
     batches = iter(loader)
     next(batches)
     began, count = time.perf_counter(), 0
-    for _ in itertools.islice(batches, MAX_BATCHES):
+    for _ in batches:
         count += 1
-        if time.perf_counter() - began > MEASURE_S:
+        if time.perf_counter() - began > seconds:
             break
     rate = count * BATCH / (time.perf_counter() - began)
     close(loader)
@@ -145,7 +140,7 @@ def window_us(path: Path) -> dict[str, float]:
     return {"pread": timed(tokens.__getitem__), "mmap": timed(by_map)}
 
 
-def measure(folder: Path, rounds: int, workers: int) -> dict[str, Any]:
+def measure(folder: Path, rounds: int, workers: int, seconds: float) -> dict[str, Any]:
     paths = write_tokens(folder)
     warm = folder / "warm"
     for _ in ours(Cached(paths, warm), 0, shuffle=False):
@@ -177,13 +172,13 @@ def measure(folder: Path, rounds: int, workers: int) -> dict[str, Any]:
     windows: list[dict[str, float]] = []
     for number in range(rounds):
         for name, make in variants.items():
-            rates[name].append(samples_per_s(make()))
+            rates[name].append(samples_per_s(make(), seconds))
         for name, make in restarts.items():
             firsts[name].append(first_batch_s(make))
         cold_s = loop_s(ours(Cached(paths, fresh(folder), HIDE_FILES), workers, shuffle=False))
         hidden.append(loop_s(ours(Cached(paths, warm, HIDE_FILES), workers, shuffle=False)) / cold_s)
-        for percent, seconds in resumes.items():
-            seconds.append(resume_s(int(percent)))
+        for percent, took in resumes.items():
+            took.append(resume_s(int(percent)))
         windows.append(window_us(paths[0]))
         print(f"round {number + 1}: " + ", ".join(f"{name} {rates[name][-1]:,.0f}/s" for name in variants), flush=True)
     return {
@@ -238,11 +233,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement of a rate")
     parser.add_argument("--folder", type=Path, help="on the storage to be measured; a temporary one by default")
     args = parser.parse_args()
     print(f"storage: {LATENCY_S * 1e3:.0f} ms per request, {BYTES_PER_S / 1e6:.0f} MB/s per connection, simulated")
     with tempfile.TemporaryDirectory(prefix="p2p-data-", dir=args.folder) as folder:
-        result = measure(Path(folder), args.rounds, args.workers)
+        result = measure(Path(folder), args.rounds, args.workers, args.seconds)
     for name, rate in result["samples_per_s"].items():
         print(f"{name:28} {rate:12,.0f} samples/s")
     for sentence in misses(result):

@@ -57,6 +57,10 @@ def _litdata(paths: list[Path], folder: Path, batch: int, workers: int) -> Make:
     from litdata.streaming.item_loader import TokensLoader
     from litdata.streaming.writer import BinaryWriter
 
+    class Tokens(litdata.StreamingDataset):
+        def __getitem__(self, index: Any) -> Any:
+            return super().__getitem__(index).long()  # as all others give them
+
     folder.mkdir()
     writer = BinaryWriter(str(folder), chunk_size=LENGTH * 2048, item_loader=TokensLoader(LENGTH))
     for number, path in enumerate(paths):
@@ -68,7 +72,7 @@ def _litdata(paths: list[Path], folder: Path, batch: int, workers: int) -> Make:
     def make(num_batches: int) -> Iterable[Any]:
         if num_batches:
             raise NotImplementedError
-        dataset = litdata.StreamingDataset(str(folder), item_loader=TokensLoader(LENGTH), shuffle=True)
+        dataset = Tokens(str(folder), item_loader=TokensLoader(LENGTH), shuffle=True)
         return litdata.StreamingDataLoader(dataset, batch_size=batch, num_workers=workers)
 
     return make

@@ -21,8 +21,8 @@ from p2pstate.data import CachedFiles
 LATENCY_S = 0.03
 BYTES_PER_S = 50e6  # of one connection
 NUM_FILES = 8
-TOKENS_PER_FILE = 4 << 20
-LENGTH = 1025
+TOKENS_PER_FILE = 16 << 20
+LENGTH = 2049
 WINDOWS_PER_FILE = TOKENS_PER_FILE // LENGTH
 
 

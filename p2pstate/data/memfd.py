@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-__all__ = ["pack", "size_of", "unpack"]
+__all__ = ["from_bytes", "pack", "size_of", "to_bytes", "unpack"]
 
 _ALIGNMENT = 64
 _HEADER = struct.Struct("<QQ")  # bytes of the pickled part, number of buffers
@@ -88,6 +88,18 @@ def unpack(descriptor: int) -> Any:
     buffers = [view[start : start + length] for start, length in _ENTRY.iter_unpack(entries)]
     begin = _HEADER.size + len(entries)
     return ForkingPickler.loads(view[begin : begin + num_pickled], buffers=buffers)
+
+
+def to_bytes(value: Any) -> bytes:
+    """A small object on its own, without memory for it."""
+    stream = io.BytesIO()
+    _Pickler(stream, 5).dump(value)
+    return stream.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    """What ``to_bytes`` made."""
+    return ForkingPickler.loads(data)
 
 
 def size_of(descriptor: int) -> int:

@@ -275,6 +275,7 @@ class Pool:
                 self._replace(number, _how_it_ended(worker.process))
                 return
             serial, _, descriptor = message
+            assert isinstance(descriptor, int), "results always come in memory of their own"
             packed = Packed(descriptor, memfd.size_of(descriptor))
             worker.num_losses, worker.stopped_since = 0, None
             worker.tasks.pop(serial, None)

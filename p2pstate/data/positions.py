@@ -25,6 +25,7 @@ from p2pstate.data.streams import kept
 __all__ = ["Position", "Replayed", "Sampled", "Source"]
 
 Position = tuple[int, int]  # epoch, and how far in it
+DRAWN_AT_ONCE = 32
 
 
 class Source(Protocol):
@@ -53,15 +54,16 @@ class Sampled:
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
+        self._drawn: dict[Position, tuple[Read, Position]] = {}  # several batches at once cost little more than one
 
     def task(self, position: Position) -> tuple[Read, Position] | None:
-        epoch, num_done = position
-        found = self._sampler.batch(epoch, num_done)
-        if found is None:
-            return None
-        indices, passes = found
-        task = Read(epoch, np.asarray(indices, dtype=np.int64), np.asarray(passes, dtype=np.int64))
-        return task, (epoch, self._sampler.split.after(num_done))
+        if position not in self._drawn:
+            epoch, at = position
+            self._drawn.clear()
+            for indices, passes, after in self._sampler.batches(epoch, at, DRAWN_AT_ONCE):
+                self._drawn[epoch, at] = Read(epoch, indices, passes), (epoch, after)
+                at = after
+        return self._drawn.get(position)
 
     def delivered(self, position: Position) -> None:
         self._sampler.epoch, self._sampler.num_done = position

@@ -11,12 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch.utils.data
+from numpy.typing import NDArray
 
 from p2pstate.data.order import Order
 from p2pstate.data.split import Split
 
 __all__ = ["Sampler"]
+
+Drawn = tuple[NDArray[np.int64], NDArray[np.int64], int]  # indices, passes over their sources, samples done behind it
 
 
 class Sampler(torch.utils.data.Sampler[list[int]]):
@@ -47,6 +51,20 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
             return None
         indices, passes = self.order.draw(epoch, positions)
         return indices.tolist(), passes.tolist()
+
+    def batches(self, epoch: int, num_done: int, count: int) -> list[Drawn]:
+        """The next ``count`` batches from there, or as many as the epoch has; in the time of one or two."""
+        places: list[NDArray[np.int64]] = []
+        afters: list[int] = []
+        while len(places) < count and (positions := self.split.positions(num_done)) is not None:
+            num_done = self.split.after(num_done)
+            places.append(positions)
+            afters.append(num_done)
+        if not places:
+            return []
+        ends = np.cumsum([len(positions) for positions in places])[:-1]
+        indices, passes = self.order.draw(epoch, np.concatenate(places))
+        return list(zip(np.split(indices, ends), np.split(passes, ends), afters, strict=True))
 
     def __iter__(self) -> Iterator[list[int]]:
         """The rest of this epoch; the iteration after that gives the next epoch."""

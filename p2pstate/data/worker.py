@@ -1,7 +1,7 @@
 """A loader worker process: tasks in, batches out, over one socket pair that only it and its trainer hold.
 
-In: messages (serial number, kind) with a descriptor of a packed object. Out: the same kind of message for each task, in
-order: a batch with the state behind it and the counters of this process, or what a data set raised.
+In: messages (serial number, kind) with a task, or with a descriptor of a packed object. Out: such messages for each
+task, in order: a batch with the state behind it and the counters of this process, or what a data set raised.
 
 Invariants: the process ends with its trainer, whatever it is doing (parent-death signal, and the end of the socket); a
 task that was cancelled before it began is not done; of tasks that wait, the data set is told before they begin.
@@ -34,6 +34,7 @@ __all__ = ["Done", "Failed", "receive", "send", "worker_main", "wrap"]
 
 TASK, CANCEL, RESULT = 1, 2, 3
 _MESSAGE = struct.Struct("<QB")  # serial number, kind
+_MAX_INLINE_BYTES = 16 << 10  # of a task within its message
 _PR_SET_PDEATHSIG = 1
 
 
@@ -55,22 +56,30 @@ class Failed:
 
 def send(sock: socket.socket, serial: int, kind: int, value: Any = None) -> None:
     """One message. Raises OSError when the other side is gone or, with a timeout on the socket, does not read."""
+    head = _MESSAGE.pack(serial, kind)
+    if kind != RESULT:
+        data = memfd.to_bytes(value)
+        if len(data) <= _MAX_INLINE_BYTES:
+            sock.send(head + data)
+            return
     descriptor = memfd.pack(value)
     try:
-        socket.send_fds(sock, [_MESSAGE.pack(serial, kind)], [descriptor])
+        socket.send_fds(sock, [head], [descriptor])
     finally:
         os.close(descriptor)
 
 
-def receive(sock: socket.socket) -> tuple[int, int, int] | None:
-    """(serial, kind, descriptor) of the next message; None when the other side is gone."""
-    data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE.size, 1)
+def receive(sock: socket.socket) -> tuple[int, int, bytes | int] | None:
+    """(serial, kind, bytes or descriptor of what was sent) of the next message; None when the other side is gone."""
+    data, descriptors, _, _ = socket.recv_fds(sock, _MESSAGE.size + _MAX_INLINE_BYTES, 1)
     if not data:
         return None
-    if not descriptors:
+    serial, kind = _MESSAGE.unpack_from(data)
+    if descriptors:
+        return serial, kind, descriptors[0]
+    if len(data) == _MESSAGE.size:
         raise OSError(errno.EMFILE, "a batch could not be received: too many open files (ulimit -n)")
-    serial, kind = _MESSAGE.unpack(data)
-    return serial, kind, descriptors[0]
+    return serial, kind, data[_MESSAGE.size :]
 
 
 def wrap(error: SampleError, where: str) -> Any:
@@ -158,14 +167,17 @@ def _take(sock: socket.socket, waiting: deque[tuple[int, Any]], fetcher: Any) ->
             return True
         if message is None:
             return False
-        serial, kind, descriptor = message
+        serial, kind, packed = message
         if kind == CANCEL:
             waiting.clear()
+            continue
+        if isinstance(packed, bytes):
+            task = memfd.from_bytes(packed)
         else:
-            task = memfd.unpack(descriptor)
-            waiting.append((serial, task))
-            fetcher.announce(task)
-        os.close(descriptor)
+            task = memfd.unpack(packed)
+            os.close(packed)
+        waiting.append((serial, task))
+        fetcher.announce(task)
 
 
 def _end_with_parent(parent_pid: int | None) -> None:
