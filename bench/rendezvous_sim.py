@@ -20,10 +20,12 @@ from rendezvous.config import Config
 from rendezvous.core import Core
 from rendezvous.messages import (
     Accept,
+    AcceptDelta,
     AcceptedVote,
     Ack,
     Beat,
     Decided,
+    DecidedDelta,
     Gossip,
     IndirectAck,
     Message,
@@ -193,9 +195,9 @@ class LargeRun:
                 self._inform(index, message.updates)
             case Prepare():
                 self._send(sender, index, Promise(message.epoch, message.ballot, True, None, {"step": 1000}))
-            case Accept():
+            case Accept() | AcceptDelta():
                 self._send(sender, index, AcceptedVote(message.epoch, message.ballot))
-            case Decided():
+            case Decided() | DecidedDelta():
                 self.learned_s.setdefault(index, self.now)
             case _:
                 pass

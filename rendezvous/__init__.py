@@ -7,6 +7,7 @@ types.py           members, views, verdicts, what an application must answer
 keys.py            the job's secret and what is derived from it
 interfaces.py      addresses of network interfaces
 config.py          settings; every timeout from two numbers
+view_delta.py      what a view has that the one before has not
 messages.py        what nodes say to each other
 wire.py            messages as bytes: tags, limits, encode, decode
 events.py          what can happen to the core

@@ -20,6 +20,7 @@ from rendezvous.effects import Outbox, Waiting
 from rendezvous.membership import Membership, Record
 from rendezvous.messages import (
     Accept,
+    AcceptDelta,
     Accepted,
     AcceptedVote,
     Ballot,
@@ -32,6 +33,7 @@ from rendezvous.messages import (
     ViewWanted,
 )
 from rendezvous.types import Member, MemberKey, View
+from rendezvous.view_delta import apply_delta, delta_of
 from rendezvous.views import Sizes, has_quorum, make_view, plan_view, quorum_text
 from rendezvous.wire import MAX_BALLOT_BYTES, pack
 
@@ -181,6 +183,8 @@ class Agreement:
             own_missing = self.me not in proposal.promises
         else:
             request = Accept(epoch, proposal.ballot, proposal.view)
+            if self.view is not None:
+                request = AcceptDelta(epoch, proposal.ballot, delta_of(self.view, proposal.view))
             missing = [record for record in self.voters() if record.member.key not in proposal.votes]
             own_missing = self.me not in proposal.votes
         for record in missing:
@@ -265,7 +269,7 @@ class Agreement:
     def receive(self, sender: Member, message: Message, now: float) -> None:
         """A Prepare, Promise, Accept, AcceptedVote or Reject. One about an old epoch is answered with the decision."""
         match message:
-            case Prepare() | Accept():
+            case Prepare() | Accept() | AcceptDelta():
                 if message.epoch <= self.epoch:
                     assert self.view is not None
                     self._out.send(sender, Decided(self.view))
@@ -273,8 +277,10 @@ class Agreement:
                     self._out.send(sender, ViewWanted(self.epoch))
                 elif isinstance(message, Prepare):
                     self._on_prepare(sender, message, now)
-                else:
+                elif isinstance(message, Accept):
                     self._on_accept(sender, message, now)
+                elif self.view is not None and (view := apply_delta(self.view, message.delta)) is not None:
+                    self._on_accept(sender, Accept(message.epoch, message.ballot, view), now)
             case Promise() | AcceptedVote() | Reject():
                 proposal = self.proposal
                 if proposal is not None and message.epoch == self.epoch + 1 and message.ballot == proposal.ballot:

@@ -34,12 +34,14 @@ from rendezvous.joining import Joining
 from rendezvous.membership import Membership, Record
 from rendezvous.messages import (
     Accept,
+    AcceptDelta,
     AcceptedVote,
     Ack,
     Answer,
     AppMessage,
     Beat,
     Decided,
+    DecidedDelta,
     Ended,
     Fence,
     FenceAnswer,
@@ -65,6 +67,7 @@ from rendezvous.messages import (
 from rendezvous.motives import Motives
 from rendezvous.rumours import Rumours
 from rendezvous.types import Member, MemberKey, Verdict, View
+from rendezvous.view_delta import ViewDelta, apply_delta, delta_of
 from rendezvous.views import Sizes
 from rendezvous.wire import MAX_PROGRESS_BYTES, Envelope, pack
 
@@ -228,6 +231,9 @@ class Core:
             case Decided():
                 self._install(message.view, now)
                 return
+            case DecidedDelta():
+                self._on_delta(message.delta, envelope, now)
+                return
             case Ended():
                 self._end(message.verdict)
                 return
@@ -266,7 +272,7 @@ class Core:
                 self.detector.on_indirect_ack(message)
             case Gossip():
                 self._apply_all(message.updates, now)
-            case Prepare() | Promise() | Accept() | AcceptedVote() | Reject():
+            case Prepare() | Promise() | Accept() | AcceptDelta() | AcceptedVote() | Reject():
                 self.agreement.receive(sender, message, now)
             case ViewWanted():
                 if self.newest is not None and self.newest.epoch > message.epoch:
@@ -288,7 +294,9 @@ class Core:
             self.agreement.receive(record.member, message, now)
         if isinstance(message, Ping):
             self.detector.on_ping(record, message)
-        if self.newest is not None and isinstance(message, Ping | ViewWanted | Prepare | Accept | StoreCall):
+        if self.newest is not None and isinstance(
+            message, Ping | ViewWanted | Prepare | Accept | AcceptDelta | StoreCall
+        ):
             self._out.send(record.member, Decided(self.newest))
             if record.status is Status.FENCED:
                 self._out.send(record.member, Gossip((record.update(),)))  # that view may still contain it
@@ -347,9 +355,7 @@ class Core:
             if member.key not in self.membership.records:
                 self.membership.apply(Update(member, Status.ALIVE, 0, "", False, member.name), now)
         if decided_here:
-            for record in self.membership.others():
-                if not record.ended:
-                    self._out.send(record.member, Decided(view))
+            self._tell(view, previous)
         for key in (previous.keys if previous else frozenset()) - view.keys:
             left_out = self.membership.records.get(key)
             if left_out is not None and left_out is not self.membership.own and not left_out.ended:
@@ -358,6 +364,22 @@ class Core:
         self._out.put(Installed(view, is_member))
         if is_member:
             self.view = view
+
+    def _tell(self, view: View, previous: View | None) -> None:
+        """To those of the view before, what changed; to others, all of it."""
+        whole = Decided(view)
+        change = DecidedDelta(delta_of(previous, view)) if previous is not None else whole
+        known = previous.keys if previous is not None else frozenset()
+        for record in self.membership.others():
+            if not record.ended:
+                self._out.send(record.member, change if record.member.key in known else whole)
+
+    def _on_delta(self, delta: ViewDelta, envelope: Envelope, now: float) -> None:
+        """A decision for who holds the view before. Who does not asks for the whole."""
+        if self.newest is None or delta.epoch > self.newest.epoch + 1:
+            self._out.put(Send(envelope.address, envelope.sender, ViewWanted(self.agreement.epoch)))
+        elif (view := apply_delta(self.newest, delta)) is not None:
+            self._install(view, now)
 
     def _end(self, verdict: Verdict) -> None:
         if self.verdict is None:

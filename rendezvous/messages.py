@@ -22,6 +22,7 @@ from rendezvous.plain import (
     to_plain,
 )
 from rendezvous.types import Member, MemberKey, Verdict, View, key_from
+from rendezvous.view_delta import ViewDelta
 
 
 class Status(enum.IntEnum):
@@ -212,6 +213,15 @@ class Accept:
 
 
 @dataclass(frozen=True, slots=True)
+class AcceptDelta:
+    """An Accept for who holds the view before."""
+
+    epoch: int
+    ballot: Ballot
+    delta: ViewDelta
+
+
+@dataclass(frozen=True, slots=True)
 class AcceptedVote:
     epoch: int
     ballot: Ballot
@@ -229,6 +239,13 @@ class Reject:
 @dataclass(frozen=True, slots=True)
 class Decided:
     view: View
+
+
+@dataclass(frozen=True, slots=True)
+class DecidedDelta:
+    """A Decided for who holds the view before; others ask for the view."""
+
+    delta: ViewDelta
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,4 +355,6 @@ Message: TypeAlias = (
     | Question
     | Answer
     | TableDigest
+    | AcceptDelta
+    | DecidedDelta
 )

@@ -28,7 +28,7 @@ from rendezvous.messages import Answer, AppMessage, Message, Status, StoreCall, 
 from rendezvous.store_router import StoreRouter
 from rendezvous.transport import Incoming, Transport
 from rendezvous.types import Application, Member, MemberKey, StoreReply, Verdict, View
-from rendezvous.wire import MAX_MESSAGE_BYTES, Envelope, WireError, decode, encode, pack
+from rendezvous.wire import MAX_MESSAGE_BYTES, Encoder, Envelope, WireError, decode, pack
 from rendezvous.zmq_transport import ZmqTransport
 
 CLOSE_LINGER_S = 0.5
@@ -92,6 +92,7 @@ class Node:
         self._core = Core(me, config, _Oracle(application), random.Random(), now)
         self._store = StoreRouter(me.key, self._send_store, config.timing.failure_s / 4)
         self.counters = Counters()
+        self._encoder = Encoder()
         self._readers: dict[int, Callable[[], None]] = {}
         self._timers: list[tuple[float, int, Timer]] = []
         self._timer_number = itertools.count()
@@ -279,7 +280,9 @@ class Node:
                 self._deliver(effect.sender, effect.message)
 
     def _send(self, address: str, to: MemberKey | None, message: Message) -> None:
-        frame = encode(Envelope(self.config.run_id, self._core.nonce, self.key, self._core.me.address, to, message))
+        frame = self._encoder.encode(
+            Envelope(self.config.run_id, self._core.nonce, self.key, self._core.me.address, to, message)
+        )
         if not self._transport.send(address, frame):
             self.counters.dropped += 1
 

@@ -17,6 +17,7 @@ import msgpack
 
 from rendezvous.messages import (
     Accept,
+    AcceptDelta,
     Accepted,
     AcceptedVote,
     Ack,
@@ -24,6 +25,7 @@ from rendezvous.messages import (
     AppMessage,
     Beat,
     Decided,
+    DecidedDelta,
     Ended,
     Fence,
     FenceAnswer,
@@ -60,6 +62,7 @@ from rendezvous.plain import (
     to_plain,
 )
 from rendezvous.types import Member, MemberKey, Verdict, View, address_from, key_from
+from rendezvous.view_delta import ViewDelta
 
 PROTOCOL = 1
 MAX_MESSAGE_BYTES = 16 * 2**20
@@ -126,6 +129,8 @@ _MESSAGES: tuple[tuple[type[Any], tuple[Callable[[object], Any], ...]], ...] = (
     (Question, (_text, _any)),
     (Answer, (_text, _any)),
     (TableDigest, (_number,)),
+    (AcceptDelta, (_number, ballot_from, ViewDelta.from_plain)),
+    (DecidedDelta, (ViewDelta.from_plain,)),
 )
 _TAGS: dict[type[Any], int] = {kind: index + 1 for index, (kind, _) in enumerate(_MESSAGES)}
 
@@ -157,19 +162,42 @@ def pack(value: Any, limit_bytes: int, what: str) -> bytes:
 
 def encode(envelope: Envelope) -> bytes:
     """The bytes of a message; ValueError if it holds something that is not plain or too long."""
-    message = envelope.message
+    return _frame(envelope, _pack_fields(envelope.message))
+
+
+class Encoder:
+    """`encode`, for who sends one large message to many: its fields are packed once."""
+
+    def __init__(self) -> None:
+        self._message: Message | None = None
+        self._fields = b""
+
+    def encode(self, envelope: Envelope) -> bytes:
+        if envelope.message is not self._message:
+            self._fields = _pack_fields(envelope.message)
+            self._message = envelope.message
+        return _frame(envelope, self._fields)
+
+
+def _pack_fields(message: Message) -> bytes:
     fields = [to_plain(getattr(message, spec.name)) for spec in dataclasses.fields(message)]
-    frame = [
-        PROTOCOL,
-        envelope.run_id,
-        envelope.nonce,
-        envelope.sender,
-        envelope.address,
-        envelope.to,
-        _TAGS[type(message)],
-        fields,
-    ]
-    return pack(frame, MAX_MESSAGE_BYTES, f"a {type(message).__name__} message")
+    return pack(fields, MAX_MESSAGE_BYTES, f"a {type(message).__name__} message")
+
+
+def _frame(envelope: Envelope, fields: bytes) -> bytes:
+    """The array of the seven parts of the head and the fields, which are packed already."""
+    message, to = envelope.message, envelope.to
+    head = [PROTOCOL, envelope.run_id, envelope.nonce, envelope.sender, envelope.address, to, _TAGS[type(message)]]
+    packer = msgpack.Packer(use_bin_type=True, autoreset=False)
+    packer.pack_array_header(len(head) + 1)
+    for part in head:
+        packer.pack(part)
+    frame: bytes = packer.bytes() + fields
+    if len(frame) > MAX_MESSAGE_BYTES:
+        raise ValueError(
+            f"a {type(message).__name__} message has {len(frame)} bytes; at most {MAX_MESSAGE_BYTES} are allowed"
+        )
+    return frame
 
 
 def decode(frame: bytes) -> Envelope:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from rendezvous.effects import Outbox, Send, Waiting
 from rendezvous.membership import Membership
 from rendezvous.messages import (
     Accept,
+    AcceptDelta,
     Accepted,
     AcceptedVote,
     Ballot,
@@ -27,6 +29,7 @@ from rendezvous.messages import (
     ViewWanted,
 )
 from rendezvous.types import Member, MemberKey, View
+from rendezvous.view_delta import delta_of
 from rendezvous.views import Sizes
 
 TIMING = Timing(1.0, 10.0)
@@ -131,6 +134,16 @@ def test_acceptor_tells_what_it_accepted_to_the_next_proposer() -> None:
     assert answer.accepted == Accepted(ballot(5, "b"), value)
 
 
+def test_request_that_names_only_what_changes_is_accepted_as_the_whole_view() -> None:
+    bench = Bench(view_of("abc"), "bc")
+    value = view_of("ab", 2)
+    delta = delta_of(view_of("abc"), value)
+    assert bench.hear("b", AcceptDelta(2, ballot(5, "b"), delta)) == [("b", AcceptedVote(2, ballot(5, "b")))]
+    assert bench.agreement.accepted == Accepted(ballot(5, "b"), value)
+    assert bench.hear("b", AcceptDelta(2, ballot(6, "b"), dataclasses.replace(delta, groups=((), ())))) == []
+    assert bench.hear("b", AcceptDelta(3, ballot(5, "b"), delta)) == [("b", ViewWanted(1))]
+
+
 def test_equal_numbers_are_ordered_by_proposer() -> None:
     bench = Bench(view_of("abc"), "bc")
     bench.hear("c", Prepare(2, ballot(5, "c")))
@@ -189,7 +202,8 @@ def test_proposer_collects_ballots_plans_and_decides_with_a_majority() -> None:
     sent = bench.hear("c", promise(number))
     view = bench.agreement.proposal.view if bench.agreement.proposal else None
     assert view is not None
-    assert sorted(to for to, message in sent if message == Accept(2, number, view)) == ["b", "c"]
+    request = AcceptDelta(2, number, delta_of(view_of("abc"), view))
+    assert sorted(to for to, message in sent if message == request) == ["b", "c"]
     assert bench.decider.asked == [{member(n).key: ({"votes": True} if n != "a" else {"of": "a"}) for n in "abc"}]
     bench.hear("b", AcceptedVote(2, number))
     assert bench.learned == [view]

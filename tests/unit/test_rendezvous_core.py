@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from rendezvous.messages import (
     Ballot,
     Beat,
     Decided,
+    DecidedDelta,
     Ended,
     Gossip,
     Join,
@@ -33,6 +35,7 @@ from rendezvous.messages import (
     Wanted,
 )
 from rendezvous.types import Change, Member, MemberKey, Role, Verdict, View
+from rendezvous.view_delta import delta_of
 from rendezvous.wire import Envelope
 
 
@@ -199,6 +202,19 @@ def test_views_come_in_order_and_old_ones_change_nothing() -> None:
     assert Installed(view_of("ab", 3), True) in bench.hear(member("b"), Decided(view_of("ab", 3)))
     assert not any(isinstance(e, Installed) for e in bench.hear(member("b"), Decided(view_of("ab", 2)), nonce="nonce"))
     assert bench.core.view == view_of("ab", 3)
+
+
+def test_view_told_by_what_changed_is_taken_by_who_holds_the_one_before_and_asked_for_by_others() -> None:
+    change = DecidedDelta(delta_of(view_of("abc"), view_of("ab", 2)))
+    bench = Bench()
+    bench.know(member("b"))
+    assert sent(bench.hear(member("b"), change), ViewWanted) == [(member("b").address, ViewWanted(0))]
+    bench.hear(member("b"), Decided(view_of("abc")))
+    (installed,) = [e for e in bench.hear(member("b"), change, nonce="nonce") if isinstance(e, Installed)]
+    assert installed.view == view_of("ab", 2)
+    assert bench.hear(member("b"), change, nonce="nonce") == []
+    misfit = DecidedDelta(dataclasses.replace(change.delta, epoch=3, groups=(((0, 9),), (), ())))
+    assert bench.hear(member("b"), misfit, nonce="nonce") == []
 
 
 def test_candidate_learns_views_without_being_in_them_and_is_not_evicted() -> None:
