@@ -155,6 +155,7 @@ Layout, from the top down (a file imports only what stands above it):
     verdict.py              how a run ended
     operating.py            p2prun status, stop, assume-dead
     chaos.py                p2pstate chaos
+    integrations/huggingface.py  their Trainer, with its steps in a Replicator
     cli.py                  p2prun, p2pstate
 End of layout.
 """

@@ -1,0 +1,66 @@
+"""Trains a small language model with Hugging Face's Trainer, and survives: run it under p2prun (docs/trainers.md).
+
+What it leaves in --out is for comparing runs (outcome.py).
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
+
+import p2pstate
+from outcome import save_final_state
+from p2pstate.integrations.huggingface import ReplicatedTrainer
+
+
+class Tokens(torch.utils.data.Dataset):
+    """Counting modulo a few numbers, from many beginnings: something that can be learned."""
+
+    def __init__(self, num_samples: int, length: int) -> None:
+        starts = torch.arange(num_samples)
+        self._rows = (starts[:, None] + torch.arange(length) * (1 + starts[:, None] % 5)) % 61
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self._rows[index], "labels": self._rows[index]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path, required=True, help="folder for the final state")
+    args = parser.parse_args()
+
+    p2pstate.init_process_group()  # before TrainingArguments, which would make another one
+    set_seed(1)
+    model = GPT2LMHeadModel(
+        GPT2Config(n_layer=2, n_head=2, n_embd=32, n_positions=32, vocab_size=64, bos_token_id=0, eos_token_id=0)
+    )
+    training = TrainingArguments(
+        output_dir=str(args.out / "trainer"),
+        use_cpu=True,
+        max_steps=args.steps,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=2,
+        learning_rate=1e-2,
+        warmup_steps=4,
+        logging_steps=10,
+        save_strategy="no",
+        eval_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = ReplicatedTrainer(model=model, args=training, train_dataset=Tokens(240, 24))
+    set_seed(1000 + dist.get_rank())  # dropout differs from rank to rank
+    trainer.train()
+    trainer.evaluate(Tokens(16, 24))  # collectives are fine once training has ended
+    optimizer = trainer.optimizer.optimizer
+    save_final_state(args.out, dist.get_rank(), trainer.model, optimizer, trainer.lr_scheduler)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Trainers of other projects, protected by a Replicator. Each module needs the trainer's own package."""
