@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]  # before this folder: it has a `rendezvous`, too
 
 from overhead_numbers import (  # noqa: E402
     DEPTH,

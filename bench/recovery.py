@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "examples")]
+sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]  # before this folder: it has a `rendezvous`, too
 
 from recovery_scenarios import (  # noqa: E402
     NUM_NODES,

@@ -7,15 +7,19 @@ restart of a worker costs.
 import multiprocessing
 import runpy
 import sys
+from pathlib import Path
 
-from torch.distributed.launcher.api import elastic_launch
-from torch.distributed.run import config_from_args, parse_args
+sys.path[0] = str(Path(__file__).resolve().parents[1] / "examples")  # not this folder: it has a `rendezvous`, too
+
+from torch.distributed.launcher.api import elastic_launch  # noqa: E402
+from torch.distributed.run import config_from_args, parse_args  # noqa: E402
 
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.optim", "numpy"]
 
 
 def run_script(script: str, *arguments: str) -> None:
     sys.argv = [script, *arguments]
+    sys.path.insert(0, str(Path(script).parent))  # as python does for a script, which knows what to do with it
     runpy.run_path(script, run_name="__main__")
 
 

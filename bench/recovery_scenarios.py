@@ -138,34 +138,51 @@ def start(scenario: Scenario, sizes: Sizes, folder: Path, seed: int) -> Cluster:
     )
 
 
+class Watched:
+    """A run and its timeline. Raises ScenarioFailed from :meth:`look` when nothing is heard any more."""
+
+    def __init__(self, scenario: Scenario, sizes: Sizes, cluster: Cluster) -> None:
+        self.timeline = Timeline(sizes.num_ranks)
+        self._scenario = scenario
+        self._cluster = cluster
+        self._times: list[float] = []  # of undisturbed steps
+        self._heard = time.monotonic()
+
+    def look(self) -> None:
+        """Read what has happened."""
+        events = self._cluster.events.new()
+        if not self.timeline.recovering:
+            self._times += [event["seconds"] for event in events if event["event"] == "step"]
+        self.timeline.add(events)
+        now = time.monotonic()
+        self._heard = now if events else self._heard
+        if now - self._heard > SILENCE_S or not self._cluster.running():
+            raise ScenarioFailed(f"{self._scenario.name}: nothing more is heard\n{self._cluster.log_tails()}")
+        time.sleep(POLL_S)
+
+    @property
+    def step_s(self) -> float:
+        """The median of undisturbed steps."""
+        return sorted(self._times)[len(self._times) // 2] if self._times else 0.0
+
+
 def measure(scenario: Scenario, sizes: Sizes, folder: Path, num_kills: int, rng: random.Random) -> list[Incident]:
     """One run with so many kills, one after the other. Raises ScenarioFailed."""
-    timeline = Timeline(sizes.num_ranks)
-    times: list[float] = []  # of undisturbed steps
     with start(scenario, sizes, folder, seed=rng.randrange(1 << 16)) as cluster:
-        heard = time.monotonic()
+        run = Watched(scenario, sizes, cluster)
+        timeline = run.timeline
         due = STEPS_BEFORE_KILL
         at: float | None = None
         while len(timeline.failures) < num_kills or timeline.recovering:
-            events = cluster.events.new()
-            if not timeline.recovering:
-                times += [event["seconds"] for event in events if event["event"] == "step"]
-            timeline.add(events)
-            now = time.monotonic()
-            heard = now if events else heard
-            if now - heard > SILENCE_S or not cluster.running():
-                raise ScenarioFailed(f"{scenario.name}: nothing more is heard\n{cluster.log_tails()}")
-            ready = is_ready(scenario, timeline)
-            if at is None and timeline.step >= due and not timeline.recovering and ready:
-                at = now + rng.random() * (times[-1] if times else 0.0)
-            if at is not None and now >= at:
+            run.look()
+            if at is None and timeline.step >= due and not timeline.recovering and is_ready(scenario, timeline):
+                at = time.monotonic() + rng.random() * run.step_s
+            if at is not None and time.monotonic() >= at:
                 kill(scenario, cluster, timeline, rng)
                 due, at = timeline.step + STEPS_BEFORE_KILL, None
                 if scenario.victim == "node" and len(timeline.failures) < num_kills:
                     cluster.add_node()
-            time.sleep(POLL_S)
-    typical_s = sorted(times)[len(times) // 2]
-    return [incident(failure, typical_s) for failure in timeline.failures]
+    return [incident(failure, run.step_s) for failure in timeline.failures]
 
 
 def is_ready(scenario: Scenario, timeline: Timeline) -> bool:
@@ -222,31 +239,21 @@ def under_failures(
     """A worker is killed every so often. Returns (useful share of the wall clock, the bound that one lost step per
     failure gives, failures)."""
     scenario = next(each for each in SCENARIOS if each.name == "ours_warm")
-    timeline, times = Timeline(sizes.num_ranks), list[float]()
     with start(scenario, sizes, folder, seed=rng.randrange(1 << 16)) as cluster:
-        heard = time.monotonic()
-        began: float | None = None
-        first_step = 0
-        next_kill = 0.0
-        while began is None or time.monotonic() < began + for_s:
-            events = cluster.events.new()
-            if not timeline.recovering:
-                times += [event["seconds"] for event in events if event["event"] == "step"]
-            timeline.add(events)
-            now = time.monotonic()
-            heard = now if events else heard
-            if now - heard > SILENCE_S or not cluster.running():
-                raise ScenarioFailed(f"under failures: nothing more is heard\n{cluster.log_tails()}")
-            if began is None and timeline.step >= STEPS_BEFORE_KILL:
-                began, first_step, next_kill = now, timeline.step, now + every_s / 2
-            if began is not None and now >= next_kill and not timeline.recovering:
-                kill(scenario, cluster, timeline, rng)
+        run = Watched(scenario, sizes, cluster)
+        while run.timeline.step < STEPS_BEFORE_KILL:
+            run.look()
+        began, first_step = time.monotonic(), run.timeline.step
+        next_kill = began + every_s / 2
+        while time.monotonic() < began + for_s:
+            run.look()
+            if time.monotonic() >= next_kill and not run.timeline.recovering:
+                kill(scenario, cluster, run.timeline, rng)
                 next_kill += every_s
-            time.sleep(POLL_S)
         wall_s = time.monotonic() - began
-    step_s = sorted(times)[len(times) // 2]
-    num_failures = len(timeline.failures)
-    return (timeline.step - first_step) * step_s / wall_s, 1 - num_failures * step_s / wall_s, num_failures
+    num_failures = len(run.timeline.failures)
+    useful = (run.timeline.step - first_step) * run.step_s / wall_s
+    return useful, 1 - num_failures * run.step_s / wall_s, num_failures
 
 
 def load_average() -> float:
