@@ -152,8 +152,8 @@ class Replicator:
         ``train_step`` does forward, backward and ``optimizer.step()``; it is called again with the same batch after a
         fault. A committed step that a fault took back is done and yielded again (see :attr:`replaying`), so that what
         the loop's body does to the state is done again as well. Steps count from 1. Ends once ``steps`` steps are
-        committed in all, or when the data of any rank ends, at the same step on all ranks. The loop's body must not
-        use collectives.
+        committed in all, or when the data of any rank ends, at the same step on all ranks. In the loop's body
+        collectives are refused: see :meth:`every`.
         """
         return self._loop.run(train_step, steps)
 
@@ -181,6 +181,16 @@ class Replicator:
             raise ValueError(f"expect({what!r}, {seconds}): give the seconds that the block may take")
         with STATUS.trace.expect(what, seconds), METER.inside(f"phase.{what}"):
             yield
+
+    def every(self, steps: int, function: Callable[[int], Any]) -> None:
+        """Have all ranks call ``function(step)`` between two steps, whenever ``step`` is a multiple of ``steps``.
+
+        The place for collectives outside of steps: evaluation, reductions for logging, saves of your own. Give the same
+        functions on all ranks, before the loop. After a fault all ranks, the newcomer included, call it again if the
+        step that is resumed is such a step: effects on the outside may come twice, and a function that was interrupted
+        by the fault begins anew. It runs after the loop's body for that step, also after the last one.
+        """
+        self._loop.every(steps, function)
 
     @property
     def rehearsing(self) -> bool:

@@ -12,7 +12,7 @@ optimizer was stepped (a micro-batch of its own); nothing is captured and a late
 Invariants: a version is captured between two blocks, when the next one begins (so that whatever runs between them, a
 scheduler or an average, is part of it) and before its batch is fetched; ``StepDiscarded`` never leaves this file;
 inside the loop a lost peer is an error value, outside it an exception.
-Known limit: code between blocks must not use collectives.
+Collectives between steps are refused, but for those of hooks (hooks.py).
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from p2pstate.feed import Feed, LoopPosition
 from p2pstate.gradients import discard_gradients
 from p2pstate.groups.gate import Ballot
 from p2pstate.groups.status import STATUS
+from p2pstate.hooks import Hooks
 from p2pstate.observe.meter import METER
 from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
@@ -81,6 +82,7 @@ class Loop:
         self.step = 0  # newest committed step
         self._must_join = not context.fresh or context.restore
         self._rehearsals = Rehearsals(self._models)
+        self._hooks = Hooks(context, self._models)
         self._ended_at: int | None = None  # this rank's data ended after this step
         self._end_step: int | None = None  # all ranks end at this step, because somebody's data does
         self._newest_yielded = 0
@@ -100,6 +102,10 @@ class Loop:
     def watch_scaler(self, scaler: Any) -> None:
         """See Stepping.watch_scaler."""
         self._stepping.watch_scaler(scaler)
+
+    def every(self, steps: int, function: Callable[[int], Any]) -> None:
+        """See Replicator.every."""
+        self._hooks.add(steps, function)
 
     # -- what the user's loop runs on
 
@@ -134,6 +140,8 @@ class Loop:
                 faulted = STATUS.error is not None or self._discard_pending
                 if faulted or (self._must_join and not self._rehearsals.go_on()):
                     self._recover()
+                if not self._must_join and self._hooks.due(self.step) and not self._run_hooks():
+                    continue
                 if self._is_over(steps):
                     done = self._finish()
                     continue
@@ -156,9 +164,9 @@ class Loop:
                     continue
                 self._turn_open = True
                 yield batch
-                self._turn_open = False
+                self._turn_open = STATUS.between_steps = False
         except GeneratorExit:
-            self._turn_open = False
+            self._turn_open = STATUS.between_steps = False
             if self._context.failing or leaves_by_exception(code):
                 self._context.unfinished = self._left
             else:
@@ -212,6 +220,16 @@ class Loop:
             self._commit(block, block.voted)
         return False
 
+    def _run_hooks(self) -> bool:
+        """See Replicator.every. False: a fault came meanwhile."""
+        self.protection.capture_if_due(self._rounds.epoch, self.step)
+        try:
+            self._hooks.run(self.step)
+        except Exception as error:
+            if not self._raised(self.step + 1, error):
+                raise
+        return STATUS.error is None
+
     def _raised(self, number: int, error: BaseException) -> bool:
         """The user's code has raised in step ``number``. True: the step is discarded, and tried again. False: the
         exception ends the script. Does not return where another process has to try."""
@@ -236,7 +254,7 @@ class Loop:
         return True
 
     def _commit(self, block: StepBlock, voted: Ballot) -> None:
-        block.committed = True
+        block.committed = STATUS.between_steps = True
         block.again = block.number <= self._newest_yielded
         self.step = block.number
         STATUS.trace.commit(self.step)
@@ -350,4 +368,5 @@ class Loop:
         self.step = joined.version.step
         self._beyond = joined.version.step + joined.steps_lost
         self._end_step = joined.end_step
+        self._hooks.forget()
         self._feed.resume()

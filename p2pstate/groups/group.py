@@ -88,6 +88,7 @@ class P2PGroup(ProcessGroup):
     def _run(
         self, name: str, echoed: Echo, args: tuple[Any, ...], kwargs: dict[str, Any], row: Row | None = None
     ) -> Any:
+        self._status.refuse_between_steps(name)
         inner = self.inner
         self._sequence += 1
         values = (*args, *kwargs.values())
@@ -192,6 +193,7 @@ class P2PGroup(ProcessGroup):
         return self._run("recv_anysource", echo.zeros, args, kwargs, Row())
 
     def monitored_barrier(self, *args: Any, **kwargs: Any) -> None:
+        self._status.refuse_between_steps("monitored_barrier")
         inner = self.inner
         if not self._status.echoing and inner is not None:
             try:

@@ -30,6 +30,7 @@ class Status:
         self.epoch = 0  # the round whose connections are in use; 0: none yet
         self.solo = False  # alone: echo without an error
         self.loud = True  # connected, outside a training loop: an error is raised, not echoed
+        self.between_steps = False  # in the body of a training loop: collectives could not match after a fault
         self.error: BaseException | None = None
         self.error_at: float | None = None  # monotonic seconds
         self.on_first_error: Callable[[BaseException, int], None] = lambda error, epoch: None
@@ -44,6 +45,15 @@ class Status:
         """Outside a loop nobody would notice an echo: raise PeerLost instead."""
         if self.error is not None and self.loud and not self.solo:
             raise PeerLost(f"a peer was lost while this rank was outside its training loop: {self.error}")
+
+    def refuse_between_steps(self, name: str) -> None:
+        """Raises RuntimeError in a loop's body; other threads are not asked what they do."""
+        if self.between_steps and threading.current_thread() is threading.main_thread():
+            raise RuntimeError(
+                f"{name} between two steps: after a fault ranks go on from different places in the loop's body, and a "
+                "newcomer has not been there, so it could not match; use collectives inside the step, or in a function "
+                "that is given to state.every(n, function), which all ranks run again after a fault"
+            )
 
     def fail(self, error: BaseException, epoch: int | None = None) -> None:
         """Record an error of round ``epoch`` (the current one when not given). Safe from any thread."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,10 +18,12 @@ NUM_STEPS = 40
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """``pids``: the process that committed each step last, by rank. ``logs``: what all processes of a rank wrote."""
+    """``pids``: the process that committed each step last, by rank. ``seen``: what its last process
+    saw in hooks, without repetitions."""
 
     codes: Mapping[str, int | None]
     digests: list[str]
+    seen: list[list[tuple[int, float, float]]]
     pids: list[dict[int, int]]
     events: list[dict[str, Any]]
     folder: Path
@@ -59,6 +62,7 @@ def train(
         return Outcome(
             cluster.exit_codes(),
             [path.read_text() for path in found if path.exists()],
+            [ast.literal_eval(path.read_text()) for path in sorted(out.glob("seen-*"))],
             [_pids(out / f"steps-{rank}") for rank in range(4)],
             cluster.events.new(),
             folder,

@@ -1,7 +1,8 @@
 """Trains a tiny model under p2prun, and hangs, dies or raises where it is told to: --mishap STEP:RANK:KIND, each once.
 
 A kind is WHERE-WHAT. Where: fetch (the batch), forward (half of it is done), backward (half of it is done), after (the
-optimizer has stepped), body (of the loop), or both (forward, each time, however often the step is tried). What:
+optimizer has stepped), hook (of state.every, half of it is done), body (of the loop), or both (forward, each time,
+however often the step is tried). What:
 
 stop      SIGSTOP
 die       SIGKILL
@@ -14,6 +15,7 @@ raise     an exception
 odd       an exception that cannot be copied or shown
 exit      sys.exit()
 interrupt KeyboardInterrupt
+reduce    a collective
 
 digest-RANK, in the folder --out, is the digest of parameters, momentum and random state at the end; steps-RANK has the
 steps that came out of the loop and the process that they came from.
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
@@ -110,6 +113,9 @@ class Mishaps:
     def _interrupt(self) -> None:
         raise KeyboardInterrupt
 
+    def _reduce(self) -> None:
+        dist.all_reduce(torch.ones(1))
+
 
 class Tap(nn.Module):
     """Does nothing, in the middle of forward and backward."""
@@ -121,7 +127,8 @@ class Tap(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self._mishaps.here("forward")
         self._mishaps.here("both")
-        x.register_hook(lambda grad: self._mishaps.here("backward"))
+        if x.requires_grad:
+            x.register_hook(lambda grad: self._mishaps.here("backward"))
         return x + 0
 
 
@@ -180,6 +187,20 @@ def main() -> None:
         optimizer.zero_grad()
         return loss.detach()
 
+    seen = []
+
+    def evaluate(step: int) -> None:
+        noise = torch.rand(1)  # moves the random state of every rank
+        dist.all_reduce(noise)
+        mishaps.here("hook")
+        model.eval()
+        with torch.no_grad():
+            loss = model(torch.ones(2, 8)).mean()
+        model.train()
+        dist.all_reduce(loss)
+        seen.append((step, noise.item(), loss.item()))
+
+    state.every(5, evaluate)
     for step, _ in state.run(train_step, steps=args.steps):
         assert step == mishaps.step
         mishaps.here("body")
@@ -192,6 +213,7 @@ def main() -> None:
             digest.update((tensor.to_local() if args.fsdp else tensor).contiguous().numpy().tobytes())
     for buffer in module.buffers():
         digest.update(buffer.numpy().tobytes())
+    (args.out / f"seen-{rank}").write_text(repr(sorted(set(seen))))
     (args.out / f"digest-{rank}").write_text(digest.hexdigest())
 
 
