@@ -59,6 +59,7 @@ Layout, from the top down (a file imports only what stands above it):
     settings.py             what all ranks ask for alike
     meeting.py              whether all do, and have the memory for it
     worker/link.py          the line to the agent
+    worker/farewell.py      a worker that is asked to go
     worker/context.py       this worker's place in the run
     footprint.py            how much of the live state is unique
     description.py          pure: what is protected, where, and what the loss of a node does
@@ -101,6 +102,7 @@ Layout, from the top down (a file imports only what stands above it):
     observe/alone.py        the meter in any script
     agent/template.py       the process workers are forked from
     agent/supervisor.py     the node's workers
+    agent/pausing.py        letting workers finish their step
     agent/vitals.py         what the kernel says of a process
     agent/hang.py           pure: who is at fault when a job stands still
     agent/watchdog.py       finding and ending hung workers

@@ -44,6 +44,7 @@ from p2pstate.trace import Doing
 from p2pstate.types import NOTHING_RAISED
 from p2pstate.user_errors import clear_wrappers, describe, leaves_by_exception, looping_code, signature
 from p2pstate.worker.context import WorkerContext
+from p2pstate.worker.farewell import GRACE_S
 
 __all__ = ["Loop"]
 
@@ -142,6 +143,8 @@ class Loop:
                     self._recover()
                 if not self._must_join and self._hooks.due(self.step) and not self._run_hooks():
                     continue
+                if self._context.asked_to_leave and not self._must_join:
+                    self._go()
                 if self._is_over(steps):
                     done = self._finish()
                     continue
@@ -220,6 +223,13 @@ class Loop:
             self._commit(block, block.voted)
         return False
 
+    def _go(self) -> None:
+        """Leave with nothing lost: the newest step's version is with the buddies before."""
+        STATUS.trace.do(Doing.ENDING)
+        self.protection.capture_if_due(self._rounds.epoch, self.step)
+        self.protection.drain(GRACE_S)
+        self._context.go()
+
     def _run_hooks(self) -> bool:
         """See Replicator.every. False: a fault came meanwhile."""
         self.protection.capture_if_due(self._rounds.epoch, self.step)
@@ -292,6 +302,7 @@ class Loop:
 
     def _enter_loop(self) -> None:
         self._context.in_loop = True
+        self._context.farewell.listen()
         STATUS.loud = False
         METER.enter("other")
         if self._rounds.epoch or STATUS.solo:
@@ -317,6 +328,7 @@ class Loop:
             return False
         self._ended_at = self._end_step = None
         self._context.in_loop = False
+        self._context.farewell.close()
         STATUS.loud = True
         METER.enter("shutdown")
         self._link.send("loop_done", step=self.step)

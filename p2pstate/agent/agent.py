@@ -27,6 +27,7 @@ from p2pstate.agent.events import EventLog
 from p2pstate.agent.health import HealthFile
 from p2pstate.agent.job import Job
 from p2pstate.agent.output import Writer
+from p2pstate.agent.pausing import Pausing
 from p2pstate.agent.rehearsals import Rehearsals
 from p2pstate.agent.requests import Requests
 from p2pstate.agent.rounds import assignment, decide_start, progress_of, ranks_of, round_info, same_size
@@ -77,6 +78,7 @@ class Agent:
             on_stuck=self._want_round,
             on_slow=self._on_slow,
         )
+        self._pausing = Pausing(self.node, self._supervisor)
         self._view: View | None = None
         self._info: RoundInfo | None = None
         self._place: int | None = None
@@ -134,11 +136,15 @@ class Agent:
         return self.verdict.code
 
     def interrupt(self, code: int, text: str) -> None:
-        """A signal: what can be saved is saved before the end; a second signal ends at once."""
-        if self._draining.active or self._place is None or self._info is None:
+        """A signal: before the end what can be saved is saved, and the workers finish their step, so that the others
+        lose none. A second signal ends at once."""
+        if self._draining.active or self._pausing.begun or self._place is None or self._info is None:
             self.end(code, text)
             return
-        self._draining.start(self._info, text, self._is_training(), lambda: self.end(code, text))
+        self.events.emit("leaving", reason=text)
+        self._draining.start(
+            self._info, text, self._is_training(), lambda: self._pausing.begin(text, lambda: self.end(code, text))
+        )
 
     def end(self, code: int, text: str) -> None:
         """This node's own end (a signal, eviction): the others are told, and go on without it."""
@@ -298,6 +304,7 @@ class Agent:
         finished = worker.phase is Phase.FINISHED and status == 0
         sentence = "" if finished else f"rank {worker.rank} (pid {worker.pid}) ended: {cause}"
         self.events.emit("worker_exited", sentence, rank=worker.rank, pid=worker.pid, cause=cause, node_alive=True)
+        self._pausing.over(worker)
         if self.verdict is not None:
             return
         if worker.failure is not None and not worker.failure.innocent:
@@ -378,6 +385,9 @@ class Agent:
                 self._want_round(reason)
 
         self.node.call_later(ERROR_GRACE_S, still_unexplained)
+
+    def _on_paused(self, worker: WorkerProcess) -> None:
+        self._pausing.over(worker)
 
     def _on_raised(self, worker: WorkerProcess, epoch: int, step: int, where: str, text: str, leaving: bool) -> None:
         """The user's code has raised in a step, which is discarded everywhere and tried again, once."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NoReturn
@@ -16,10 +17,13 @@ from p2pstate.groups.registry import Registry
 from p2pstate.groups.status import Status
 from p2pstate.placement import partners, wards
 from p2pstate.types import RoundInfo
+from p2pstate.worker.farewell import Farewell
 from p2pstate.worker.link import Link, RoundAborted
 from rendezvous.autoload import ENV_AGENT
 
 __all__ = ["WorkerContext", "current", "enter", "is_entered"]
+
+HOLD_S = 60.0
 
 
 @dataclass(slots=True)
@@ -45,7 +49,23 @@ class WorkerContext:
     sizes: tuple[int, int] = (0, 0)  # in bytes: what only this rank's node has, and its piece of what others have too
     sizes_of_all: list[tuple[int, int]] = field(default_factory=list)  # the same of every rank, once it is known
     why_not_full: str = ""  # why this newcomer's node has no memory for one
+    farewell: Farewell = field(init=False)
     left_early: str = ""  # where a loop was left while its step was being discarded
+
+    def __post_init__(self) -> None:
+        self.farewell = Farewell(self.leave)
+
+    @property
+    def asked_to_leave(self) -> str:
+        """Why this process, or its whole node, is to go as soon as it stands between two steps; empty: it is not."""
+        return self.link.leaving or self.farewell.reason
+
+    def go(self) -> None:
+        """The newest version has arrived. Does not return, unless the agent changes its mind for a whole minute."""
+        if not self.link.leaving:
+            self.leave(self.farewell.reason)
+        self.link.send("paused")
+        time.sleep(HOLD_S)  # the agent ends this process
 
     def leave(self, reason: str) -> NoReturn:
         """End this process, for another one to take its rank."""

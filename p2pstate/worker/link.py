@@ -59,6 +59,7 @@ class Link:
         # Set before the round that a rehearsed process joins: seconds that earlier processes of its rank have counted.
         self.adopted: dict[str, float] | None = None
         self._abort_reason = ""
+        self.leaving = ""  # why this node leaves: it waits until this process stands between two steps
         self.waited_s = 0.0  # how long the agents waited for a node before the newest round
         self.on_abort: Callable[[int, str], None] = lambda epoch, reason: None
         self.on_save_now: Callable[[], None] = lambda: None
@@ -210,6 +211,8 @@ class Link:
                 self._changed.notify_all()
         elif kind == "adopted":
             self.adopted = message["seconds"]
+        elif kind == "pause":
+            self.leaving = message["reason"]
         elif kind == "assign":
             with self._changed:
                 message["page"] = fds[0] if fds else None
