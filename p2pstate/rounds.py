@@ -120,7 +120,8 @@ class Rounds:
             with counted.phase("view"):
                 info = self._link.wait_round(self.epoch)
             if self._link.adopted is not None:  # a rehearsal is over: from now on this process's time is the rank's
-                METER.restart("recovery.view", self._link.adopted)
+                seconds, self._context.raised = self._link.adopted
+                METER.restart("recovery.view", seconds)
                 self._link.adopted = None
             METER.move("recovery.view", "waiting", self._link.waited_s)
             self.epoch = info.epoch

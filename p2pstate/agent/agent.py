@@ -487,7 +487,8 @@ class Agent:
         rehearsed.epoch = self._info.epoch
         local_rank = self._info.workers[rank].local_rank
         self._supervisor.adopt(rehearsed, local_rank)
-        self._supervisor.tell(rehearsed, {"t": "adopted", "seconds": self.events.ledger.of_rank(rank)})
+        before = {"seconds": self.events.ledger.of_rank(rank), "raised": self._raised_by(rank)}
+        self._supervisor.tell(rehearsed, {"t": "adopted", **before})
         if not self._round_is_over():
             self._supervisor.tell(rehearsed, {"t": "round", "round": self._info.pack()})
         fields = {"rank": rank, "local_rank": local_rank, "pid": rehearsed.pid, "warm": True, "rehearsed": True}

@@ -56,8 +56,9 @@ class Link:
         self._assignment: dict[str, Any] | None = None
         self._round: RoundInfo | None = None
         self._aborted_epoch = 0
-        # Set before the round that a rehearsed process joins: seconds that earlier processes of its rank have counted.
-        self.adopted: dict[str, float] | None = None
+        # Set before the round that a rehearsed process joins: seconds that earlier processes of its rank have counted,
+        # and what its script raised last.
+        self.adopted: tuple[dict[str, float], tuple[int, str]] | None = None
         self._abort_reason = ""
         self.leaving = ""  # why this node leaves: it waits until this process stands between two steps
         self.waited_s = 0.0  # how long the agents waited for a node before the newest round
@@ -210,7 +211,8 @@ class Link:
                 self._assignment = {"refused": message["reason"]}
                 self._changed.notify_all()
         elif kind == "adopted":
-            self.adopted = message["seconds"]
+            step, signature = message["raised"]
+            self.adopted = message["seconds"], (step, signature)
         elif kind == "pause":
             self.leaving = message["reason"]
         elif kind == "assign":
