@@ -19,7 +19,7 @@ import torch
 
 from p2pstate.state import Layout, Leaf
 
-__all__ = ["LiveBody"]
+__all__ = ["LiveBody", "flat_bytes", "memory_of"]
 
 _POLL_S = 0.02
 
@@ -32,7 +32,7 @@ class LiveBody:
         self._leaves = list(leaves)
         self._tail = tail
         self._sources = [
-            (entry.offset_bytes, _flat(leaf.tensor)) for entry, leaf in zip(layout.entries, leaves, strict=True)
+            (entry.offset_bytes, flat_bytes(leaf.tensor)) for entry, leaf in zip(layout.entries, leaves, strict=True)
         ]
         self._sources.append((layout.num_bytes, torch.frombuffer(bytearray(tail), dtype=torch.uint8)))
         self._num_unread_bytes = num_readers * len(self)
@@ -72,7 +72,7 @@ class LiveBody:
                 self._layout.write(self._leaves, copy[: self._layout.num_bytes])
                 self._layout.release()
                 copy[self._layout.num_bytes :] = self._sources[-1][1]
-                self._copy = _memory_of(copy)
+                self._copy = memory_of(copy)
             self._leaves.clear()
             self._sources.clear()
             return not wanted
@@ -89,13 +89,14 @@ class LiveBody:
                 break
             if begin < end:
                 piece[begin - start : end - start].copy_(flat[begin - offset : end - offset])
-        return _memory_of(piece)
+        return memory_of(piece)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Its bytes, 1-D; aliases the tensor where that is contiguous."""
     return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _memory_of(tensor: torch.Tensor) -> memoryview:
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """Of a 1-D uint8 tensor in host memory."""
     return memoryview(tensor.numpy())  # type: ignore[arg-type]

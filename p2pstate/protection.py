@@ -9,6 +9,9 @@ Invariants: what is captured, skipped and kept is decided by versions.Course; th
 from __future__ import annotations
 
 import time
+import warnings
+
+from torch._C._distributed_c10d import PrefixStore
 
 from p2pstate.capture import Capturer
 from p2pstate.groups.gate import Ballot
@@ -16,6 +19,7 @@ from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.groups.waiting import ABANDON_AFTER_S
 from p2pstate.observe.meter import METER
+from p2pstate.replicas import Replicas
 from p2pstate.replicate import Shipper
 from p2pstate.saving import NOT_DUE, Saving
 from p2pstate.settings import Settings
@@ -28,6 +32,7 @@ from p2pstate.worker.context import WorkerContext
 __all__ = ["Protection"]
 
 FIRST_VERSION_WAIT_S = 30.0
+MAX_NAMES = 20  # of leaves, in an event
 LEAN_PATIENCE_S = 5.0  # how long a step waits for its state to be sent; then memory is taken for a copy
 DRAIN_S = 0.5  # how long copies that are under way may still arrive after a fault
 
@@ -35,8 +40,12 @@ DRAIN_S = 0.5  # how long copies that are under way may still arrive after a fau
 class Protection:
     """Used from the training thread only."""
 
-    def __init__(self, context: WorkerContext, state: TrainingState, settings: Settings) -> None:
+    def __init__(
+        self, context: WorkerContext, state: TrainingState, settings: Settings, compare_timeout_s: float
+    ) -> None:
         self.settings = settings
+        self.replicas = Replicas(context.rank, settings.verify_replicas)
+        self._compare_timeout_s = compare_timeout_s
         self._context = context
         self._state = state
         self._saving = Saving(context.link, settings.checkpoint) if settings.checkpoint is not None else None
@@ -106,12 +115,16 @@ class Protection:
     def capture_if_due(self, epoch: int, step: int) -> None:
         """Between two steps: copy the state into the own slots, and start shipping it."""
         transport = REGISTRY.replication
-        if not self._course.due or STATUS.echoing or transport is None:
+        if STATUS.echoing or transport is None:
+            return
+        if self.replicas.is_due(step):
+            self._compare_replicas(epoch, step)
+        if not self._course.due:
             return
         version, keep = Version(epoch, step), self._course.kept
         began = time.monotonic()
         with METER.inside("protection"):
-            collected = self._state.collect()
+            collected = self.replicas.applied(self._state.collect())
             if STATUS.error is not None:
                 return  # an object's state_dict may have used a collective, and got an echo
             set_aside = self._saving is not None and self._saving.captures(version)
@@ -130,6 +143,35 @@ class Protection:
         self.stats.num_captured += 1
         self.stats.num_own_bytes = sum(image.num_bytes for image in images if image.part.kind == "own")
         self.stats.num_shared_bytes = sum(image.num_bytes for image in images if image.part.kind != "own")
+
+    def _compare_replicas(self, epoch: int, step: int) -> None:
+        """Do all that should hold the same bytes do so? At the beginning, what differs is shipped from now on."""
+        assert REGISTRY.make_store is not None
+        store = PrefixStore(f"replicas/{step}", REGISTRY.make_store(epoch))
+        confirming = self.replicas.confirming
+        try:
+            with METER.inside("protection"):
+                found = self.replicas.compare(self._state.collect(), store, self._compare_timeout_s)
+        except Exception as error:  # the round is over, or a rank did not come
+            STATUS.fail(error)
+            return
+        done = "shipped" if confirming else "nothing"
+        for each in found:
+            if each.members[0] == self._context.rank:
+                self._context.link.send(
+                    "event",
+                    kind="replicas_compared",
+                    step=step,
+                    members=each.members,
+                    ranks=each.ranks,
+                    leaves=each.leaves[:MAX_NAMES],
+                    num_leaves=len(each.leaves),
+                    majority=each.majority,
+                    done=done,
+                    text=str(each),
+                )
+            if not confirming:
+                warnings.warn(f"silent corruption? step {step}: {each}", RuntimeWarning, stacklevel=2)
 
     def wait_a_little(self, step_s: float) -> None:
         """Give the version of the step before a little time to arrive, so that the next one need not be skipped."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import msgpack
 import torch
@@ -94,6 +95,7 @@ class Joined:
     end_step: int | None  # all ranks end here, because the data of one did
     lean: bool = False
     sizes_of_all: list[tuple[int, int]] = field(default_factory=list)  # see Asked
+    replicas: list[Any] = field(default_factory=list)  # of each survivor
 
 
 def join(
@@ -124,7 +126,7 @@ def join(
 
     row.begin(info.epoch)
     with phases.phase("spare"), row.inside("meet"):
-        reports, lean, sizes_of_all = _meet(store, info, report, asked, join_timeout_s)
+        reports, lean, sizes_of_all, replicas = _meet(store, info, report, asked, join_timeout_s)
     with phases.phase("groups"), row.inside("connect"):
         if not connected:
             registry.attach(call(lambda: registry.build(info.epoch), is_over, "connecting"))
@@ -139,7 +141,7 @@ def join(
         joined = _from_disk(disk, store, info, registry, state, reports, error, phases, ended_at)
         if joined is None:
             raise
-        return replace(joined, sizes_of_all=sizes_of_all)
+        return replace(joined, sizes_of_all=sizes_of_all, replicas=replicas)
     mine = plan.of(report.rank)
     with phases.phase("pull"), row.inside("pull"):
         images = call(lambda: _move(plan, report.rank, slots, registry), is_over, "pulling")
@@ -157,7 +159,9 @@ def join(
     if any(fetch.sender is not None for fetch in mine):
         source = "buddy" if any(f.sender is not None and f.part.kind == "own" for f in mine) else "replicas"
     pulled = sum(fetch.num_bytes for fetch in mine if fetch.sender is not None)
-    return Joined(plan.version, plan.keep, plan.steps_lost, source, pulled, plan.reason, ended_at, lean, sizes_of_all)
+    return Joined(
+        plan.version, plan.keep, plan.steps_lost, source, pulled, plan.reason, ended_at, lean, sizes_of_all, replicas
+    )
 
 
 def _from_disk(
@@ -198,24 +202,24 @@ def _from_disk(
 
 def _meet(
     store: Store, info: RoundInfo, report: RankReport, asked: Asked, timeout_s: float
-) -> tuple[dict[int, RankReport], bool, list[tuple[int, int]]]:
+) -> tuple[dict[int, RankReport], bool, list[tuple[int, int]], list[Any]]:
     """Wait until every rank has stopped what it did before: from here on no slot changes.
 
-    Returns the reports, whether the round is lean, and what each rank has (see Asked).
+    Returns the reports, whether the round is lean, what each rank has, and what the ranks that
+    were there know of leaves that are not alike (see Asked).
     """
-    store.set(
-        f"join/{report.rank}",
-        msgpack.packb([astuple(report), asked.settings.pack(), asked.sizes, [asked.lean, asked.why_not_full]]),
-    )
+    said = [asked.settings.pack(), asked.sizes, [asked.lean, asked.why_not_full], asked.replicas]
+    store.set(f"join/{report.rank}", msgpack.packb([astuple(report), *said]))
     keys = [f"join/{rank}" for rank in range(info.world_size)]
     store.wait(keys, timedelta(seconds=timeout_s))
     reports: dict[int, RankReport] = {}
-    modes, sizes = [], []
+    modes, sizes, replicas = [], [], []
     for rank, key in enumerate(keys):
-        its, theirs, its_sizes, its_mode = msgpack.unpackb(store.get(key))
+        its, theirs, its_sizes, its_mode, its_replicas = msgpack.unpackb(store.get(key))
         modes.append(its_mode)
         sizes.append(tuple(its_sizes))
         reports[rank] = RankReport(*its)
+        replicas += [] if reports[rank].newcomer else [its_replicas]
         try:
             asked.settings.check_same(report.rank, theirs, rank)
         except ConfigError as error:
@@ -228,7 +232,7 @@ def _meet(
         if asked.why_not_full:
             raise ConfigError(f"{why_not}, and the others are not lean: all have to start again")
         raise Retryable(f"a rank joins without memory for its copies: {why_not}")
-    return reports, lean, sizes
+    return reports, lean, sizes, replicas
 
 
 def _mode(modes: Sequence[tuple[bool | None, str]], asked_for: bool) -> bool:

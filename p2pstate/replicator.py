@@ -57,6 +57,8 @@ class Replicator:
         copies: how many copies of each rank's shard there are besides the own node's, 1 to 3, each on another node: a
             version is protected when all are complete, and then outlives the loss of as many nodes at once. With fewer
             nodes there are fewer copies, and the agents say so.
+        verify_replicas: every so many steps all ranks compare what they hold alike (0: never); which rank differs from
+            most is reported as an event and a RuntimeWarning. Costs a hash of these leaves and a meeting of all ranks.
         every: capture a version every so many steps.
         max_overhead: the fraction of a step that a rank waits for the previous version to arrive before all ranks
             skip the next capture together.
@@ -83,6 +85,7 @@ class Replicator:
         rng: bool = True,
         copies: int = 1,
         lean: bool | Literal["auto"] = "auto",
+        verify_replicas: int = 0,
         every: int = 1,
         max_overhead: float = 0.02,
         recovery_timeout_s: float = 300.0,
@@ -103,7 +106,14 @@ class Replicator:
                 "save under torchrun with torch.distributed.checkpoint as before"
             )
         policy = None if checkpoint is None else _policy(checkpoint, checkpoint_every, checkpoint_keep)
-        settings = Settings(every=every, max_overhead=max_overhead, copies=copies, lean=lean, checkpoint=policy)
+        settings = Settings(
+            every=every,
+            max_overhead=max_overhead,
+            copies=copies,
+            lean=lean,
+            verify_replicas=verify_replicas,
+            checkpoint=policy,
+        )
         models = [c for c in components if isinstance(c, torch.nn.Module)]
         optimizers = [c for c in components if isinstance(c, torch.optim.Optimizer)]
         objects: dict[str, Any] = {}
@@ -128,7 +138,7 @@ class Replicator:
         _check_run(context, state, settings, recovery_timeout_s)
         context.copies = copies
         context.tell_copies()
-        protection = Protection(context, state, settings)
+        protection = Protection(context, state, settings, recovery_timeout_s)
         self._loop = Loop(
             context,
             state,

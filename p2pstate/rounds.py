@@ -136,7 +136,13 @@ class Rounds:
         context.joining = True
         try:
             row = STATUS.trace.row(JOIN)
-            asked = Asked(self._protection.settings, context.sizes, context.lean, context.why_not_full)
+            asked = Asked(
+                self._protection.settings,
+                context.sizes,
+                context.lean,
+                context.why_not_full,
+                self._protection.replicas.pack(),
+            )
             limit_s = self._recovery_timeout_s
             joined = join(info, link, REGISTRY, self._state, report, asked, phases, row, limit_s, connected, self._disk)
         except MustStartOver as error:
@@ -156,6 +162,7 @@ class Rounds:
             context.info = info
             context.lean, context.sizes_of_all = joined.lean, joined.sizes_of_all
             context.tell_copies()
+            self._protection.replicas.adopt(joined.replicas)
             link.send("resumed", epoch=info.epoch, version=list(joined.version))
             return joined
         finally:

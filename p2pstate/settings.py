@@ -44,6 +44,7 @@ class Asked:
     sizes: tuple[int, int]  # of what this rank has: see RankNeed
     lean: bool | None
     why_not_full: str
+    replicas: list[Any]  # what it knows of leaves that are not alike: see Replicas.pack
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,7 @@ class Settings:
     max_overhead: float = 0.02
     copies: int = 1
     lean: bool | Literal["auto"] = "auto"
+    verify_replicas: int = 0
     checkpoint: CheckpointPolicy | None = None
 
     def __post_init__(self) -> None:
@@ -67,6 +69,8 @@ class Settings:
                 "node; as many nodes may be lost at once"
             )
 
+        if self.verify_replicas < 0:
+            raise ValueError(f"verify_replicas={self.verify_replicas}: compare every 1 or more steps, or 0 for never")
         if self.lean is not True and self.lean is not False and self.lean != "auto":
             raise ValueError(f"lean={self.lean!r}: give True, False or 'auto'")
         if self.lean is True and self.checkpoint is not None:

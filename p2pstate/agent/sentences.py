@@ -32,6 +32,10 @@ class Sentences:
             if fields["step"] is not None:
                 found = f"step {fields['step']} is resumed from {fields['path']}"
             return ", ".join([f"{fields['reason']}: {found}", *(f"skipped {each}" for each in fields["skipped"])])
+        if kind == "replicas_compared":
+            if fields["done"] == "shipped":
+                return f"{fields['text']}, though all should hold the same: kept as each rank's own from now on"
+            return f"SILENT CORRUPTION? step {fields['step']}: {fields['text']}; nothing was changed"
         if kind == "lean":
             return str(fields["text"])
         if kind == "recovery":

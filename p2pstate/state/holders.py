@@ -3,9 +3,8 @@
 In: DTensors with their placements, DistributedDataParallel modules, optimizer state. Out: *holders*, sorted global
 ranks with the own rank among them.
 Invariants: all ranks named in a tuple compute the same tuple; what nothing keeps equal is held by the own rank only.
-Known limits: holders follow from structure, bytes are not compared: replicas that were initialised differently, or are
-stepped differently, are not noticed. Replicas of a parameter that is no DTensor and not below DistributedDataParallel
-are not known of.
+Known limits: holders follow from structure; whether the bytes are equal is seen elsewhere (replicas.py). Replicas of a
+parameter that is no DTensor and not below DistributedDataParallel are not known of.
 """
 
 from __future__ import annotations

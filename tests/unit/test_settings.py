@@ -16,6 +16,7 @@ from p2pstate.settings import CheckpointPolicy, Settings
         ({"copies": 0}, "copies=0: 1 to 3 copies"),
         ({"copies": 4}, "copies=4: 1 to 3 copies"),
         ({"copies": 1.5}, "copies=1.5: 1 to 3 copies"),
+        ({"verify_replicas": -1}, "verify_replicas=-1: compare"),
         ({"lean": 1}, "lean=1: give True"),
         ({"lean": True, "checkpoint": CheckpointPolicy("/x", 1, None, 1)}, "lean=True keeps no copy on the own node"),
         ({"every": 0}, "every=0: capture"),

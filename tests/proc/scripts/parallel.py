@@ -84,6 +84,14 @@ def hsdp(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
     return fsdp_uneven(body, rank, mesh=mesh)
 
 
+def hsdp_apart(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
+    """The same, with other values on each node: replicas in name only."""
+    with torch.no_grad():
+        for parameter in body.parameters():
+            parameter.add_(rank // 2)
+    return hsdp(body, rank)
+
+
 def tp(body: nn.Sequential, _rank: int) -> tuple[nn.Module, int]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in body:
@@ -105,7 +113,7 @@ def plain(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
 
 
 FORMS: dict[str, Callable[[nn.Sequential, int], tuple[nn.Module, int]]] = {
-    form.__name__: form for form in (ddp, ddp_subgroup, fsdp_uneven, fsdp_offload, hsdp, tp, fsdp_tp, plain)
+    form.__name__: form for form in (ddp, ddp_subgroup, fsdp_uneven, fsdp_offload, hsdp, hsdp_apart, tp, fsdp_tp, plain)
 }
 SHARED = ("ddp", "ddp_subgroup", "hsdp")  # every byte of the big layers and their optimizer is on the other node anyway
 

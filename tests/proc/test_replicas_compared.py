@@ -1,0 +1,76 @@
+"""Leaves that should be alike on several nodes and are not: from the start, and by a change in one rank's memory."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cluster import Cluster
+
+PARALLEL = str(Path(__file__).with_name("scripts") / "parallel.py")
+NUM_STEPS = 10
+DEADLINE_S = 120.0  # only a hang takes this long
+
+
+def train(folder: Path, script: list[str], environ: dict[str, str], shape: tuple[int, int], spares: int) -> list[Any]:
+    """The events of a run that has to end well."""
+    sizes = {"num_training": shape[0], "num_workers": shape[1], "num_spares": spares}
+    with Cluster(folder / "run", script, **sizes, environ=environ) as cluster:
+        deadline = time.monotonic() + DEADLINE_S
+        while cluster.running():
+            assert time.monotonic() < deadline, cluster.log_tails()
+            for node in cluster.nodes.values():
+                node.killed = node.killed or node.process.poll() == -9
+            time.sleep(0.02)
+        assert set(cluster.exit_codes().values()) == {0}, cluster.log_tails()
+        return cluster.events.new()
+
+
+def test_replicas_initialised_differently_are_shipped_and_named_and_a_node_is_replaced_exactly(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    """HSDP does not make replicas equal: with another seed on each node nobody else has what a node loses."""
+    events = {}
+    for kill, spares in (("-", 0), ("6:2:node", 1)):
+        folder = tmp_path / kill.replace(":", "-")
+        folder.mkdir()
+        script = [PARALLEL, "hsdp_apart", str(folder), str(NUM_STEPS), kill]
+        events[kill] = train(folder, script, fork_server, (2, 2), spares)
+    for rank in range(4):
+        expected, found = (torch.load(tmp_path / run / f"final-{rank}.pt") for run in ("-", "6-2-node"))
+        assert all(map(torch.equal, found["state"], expected["state"])), f"rank {rank} differs"
+    told = [event for event in events["6:2:node"] if event["event"] == "replicas_compared"]
+    assert {(tuple(event["members"]), event["done"]) for event in told} == {((0, 2), "shipped"), ((1, 3), "shipped")}
+    named = [(tuple(event["members"]), leaf) for event in told for leaf in event["leaves"]]
+    assert len(named) == len(set(named)), "each leaf is named once"
+    assert any(leaf.startswith("model/") for _, leaf in named)
+
+
+def test_bit_that_flips_in_one_of_three_replicas_is_reported_with_its_rank(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import torch, torch.distributed as dist, p2pstate\n"
+        "p2pstate.init_process_group()\n"
+        "torch.manual_seed(0)\n"
+        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+        "state = p2pstate.Replicator(model, optimizer, verify_replicas=2)\n"
+        "def train_step():\n"
+        "    model(torch.ones(2, 4)).sum().backward()\n"
+        "    optimizer.step(); optimizer.zero_grad()\n"
+        "for step, _ in state.run(train_step, steps=7):\n"
+        "    if step == 5 and dist.get_rank() == 1:\n"
+        "        model.module.weight.data.view(torch.int32)[0, 0] ^= 1\n"
+    )
+    events = train(tmp_path, [str(script)], fork_server, (3, 1), 0)
+    (told,) = [event for event in events if event["event"] == "replicas_compared"]
+    assert (told["step"], told["members"], told["ranks"], told["majority"]) == (6, [0, 1, 2], [1], True)
+    assert told["leaves"] == ["model/weight"]
+    assert told["done"] == "nothing"
+    logs = "".join(path.read_text() for path in sorted((tmp_path / "run").glob("logs/*/*.log")))
+    assert "RuntimeWarning: silent corruption? step 6: model/weight of rank 1 differs from that of the other 2" in logs
