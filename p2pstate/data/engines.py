@@ -118,7 +118,6 @@ class MapEngine:
         self._queue.popleft()
         delivery = Delivery(serial, done.value, packed, done.counters, item.worker)
         self._moved(item.after)
-        self.fill()
         return delivery
 
     def fill(self) -> None:
@@ -240,7 +239,6 @@ class IterableEngine:
             turn = item.worker if ended else (item.worker + 1) % self._num_workers
             self.position = Streams(self.position.epoch, turn, tuple(streams))
             if not ended:
-                self.fill()
                 return Delivery(item.serial, done.value, packed, done.counters, item.worker)
 
     def fill(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from numpy.typing import NDArray
 from p2pstate.data.streams import seed_streams
 
 __all__ = ["Begin", "End", "Fetcher", "More", "Read", "SampleError", "Spec", "make_fetcher"]
+
+logger = logging.getLogger("p2pstate.data")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +98,12 @@ class Fetcher:
 
     def announce(self, task: Read) -> None:
         """The task will come soon: a data set with ``prefetch(indices)`` can begin to fetch what it needs."""
-        if self._prefetch is not None:
+        if self._prefetch is None:
+            return
+        try:
             self._prefetch(task.indices.tolist())
+        except Exception as error:  # what is wrong with a sample is raised when it is read
+            logger.warning("prefetch(%s) of the data set failed: %s", task.indices.tolist(), error)
 
     def fetch(self, task: Read) -> tuple[Any, Any]:
         """(batch, None). Raises SampleError from what the data set raised."""

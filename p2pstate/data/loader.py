@@ -153,6 +153,7 @@ class Loader(torch.utils.data.DataLoader[Any]):
         self._continues = False  # the next iteration goes on at a position that was loaded
         self._iterating = False  # an iteration has delivered something and has not come to its end
         self._iteration: _Iteration | None = None
+        self._late_error: Exception | None = None  # from asking ahead, when a batch had to be delivered first
         self._meter = Meter(time.monotonic(), num_workers)
 
     @property
@@ -229,6 +230,9 @@ class Loader(torch.utils.data.DataLoader[Any]):
 
     def _next(self) -> Any:
         began = time.monotonic()
+        if self._late_error is not None:
+            error, self._late_error = self._late_error, None
+            raise error
         num_ready, again = self._engine.num_ready(), bool(self._again)
         if self._is_complete():
             raise StopIteration
@@ -240,6 +244,10 @@ class Loader(torch.utils.data.DataLoader[Any]):
                     self.close()
                 raise StopIteration
         self._iterating, self._continues = True, False
+        try:
+            self._engine.fill()
+        except Exception as error:
+            self._late_error = error
         batch = self._stage(*found)
         now = time.monotonic()
         self._meter.delivered(now, now - began, num_ready, again=again)

@@ -40,6 +40,7 @@ MAX_LOSSES = 3  # of workers in a row, without a result between them
 LOOK_EVERY_S = 1.0  # at a worker that lets one wait
 STOPPED_FOR_S = 5.0  # until a worker that somebody stopped is replaced
 SEND_WITHIN_S = 10.0
+CLOSE_WITHIN_S = 0.5  # how long workers may finish what they are at when the loader is closed
 REAP_WITHIN_S = 5.0
 
 
@@ -204,9 +205,11 @@ class Pool:
         if self._owner_pid != os.getpid():
             return  # a forked process has copies of these objects
         for worker in workers:
-            worker.sock.close()
-            worker.process.kill()
+            worker.sock.close()  # which a worker that is well takes as the end
+        deadline = time.monotonic() + CLOSE_WITHIN_S
         for worker in workers:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
+            worker.process.kill()
             worker.process.join(REAP_WITHIN_S)
         self._results.clear()
 

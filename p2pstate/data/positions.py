@@ -101,7 +101,11 @@ class Replayed:
         if self._iterator is None or position != self._drawn:
             self._go_to(position)
         assert self._iterator is not None
-        indices = next(self._iterator, None)
+        try:
+            indices = next(self._iterator, None)
+        except BaseException:
+            self._iterator = None  # it is over; the next attempt must not take that for the epoch's end
+            raise
         if indices is None:
             self._iterator = None
             return None

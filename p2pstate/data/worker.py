@@ -9,12 +9,15 @@ task that was cancelled before it began is not done; of tasks that wait, the dat
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import signal
 import socket
 import struct
+import sys
+import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -122,12 +125,18 @@ def worker_main(
         except Exception as error:
             broken = ExceptionWrapper((type(error), error, error.__traceback__), f"{where} (in worker_init_fn)")
     COUNTERS.clear()
+    code = 0
     try:
         _serve(sock, spec, where, broken)
     except (BrokenPipeError, ConnectionResetError):
         pass  # the trainer is gone, or wants nothing any more
-    finally:
-        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # exit handlers belong to the trainer
 
 
 def _serve(sock: socket.socket, spec: Spec, where: str, broken: Any) -> None:

@@ -605,6 +605,73 @@ def test_loader_refuses_positions_that_mean_other_batches() -> None:
         Loader(Drawing(), 4, in_order=False)
 
 
+class BrokenSampler:
+    """Gives two batches and stumbles, once."""
+
+    def __init__(self) -> None:
+        self.broken = True
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0, 1], [2, 3])
+        if self.broken:
+            self.broken = False
+            raise OSError("the list of samples cannot be read")
+        yield [4, 5]
+
+    def __len__(self) -> int:
+        return 3
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_loader_whose_sampler_raises_ahead_loses_no_batch(num_workers: int) -> None:
+    batches = iter(Loader(Drawing(), batch_sampler=BrokenSampler(), num_workers=num_workers, prefetch_factor=2))
+    seen, errors = [], 0
+    while len(seen) < 3:
+        try:
+            seen.append(plain(next(batches))[0])
+        except OSError:
+            errors += 1
+    assert (seen, errors) == ([[0, 1], [2, 3], [4, 5]], 1)
+    assert next(batches, None) is None
+
+
+class Talking(Drawing):
+    def __getitem__(self, index: int) -> Any:
+        print(f"reads {index}")
+        return index
+
+    def prefetch(self, indices: list[int]) -> None:
+        print("prefetch fails")
+        raise OSError("no line")
+
+
+def test_loader_that_is_closed_lets_workers_finish_and_keeps_what_they_printed(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    loader = Loader(Talking(6), 2, num_workers=1, persistent_workers=False)
+    assert [plain(batch) for batch in loader] == [[0, 1], [2, 3], [4, 5]]  # prefetch is only a hint
+    assert loader.worker_pids == []
+    said = capfd.readouterr()
+    assert [f"reads {number}" in said.out for number in range(6)] == [True] * 6
+    assert "prefetch fails" in said.out
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loader_set_back_within_an_accumulation_window_replays_it_whole(num_workers: int) -> None:
+    """A position is saved every fourth batch only; the batches of an unfinished window come again, unchanged."""
+    loader = Loader(Noise(60), 2, num_workers=num_workers)
+    batches = iter(loader)
+    for _ in range(4):
+        state = loader.state_dict()
+        window = [next(batches) for _ in range(4)]
+        kept = [batch.clone() for batch in window]
+        for batch in window[:2]:
+            batch.zero_()
+        loader.load_state_dict(state)
+        batches = iter(loader)
+        assert all(torch.equal(next(batches), batch) for batch in kept)
+
+
 # -- iterables
 
 
