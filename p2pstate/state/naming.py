@@ -6,8 +6,8 @@ Invariants: a name depends on the model only, not on DistributedDataParallel, to
 around any part of it. Only names are remembered between calls; tensors are read from their modules every time, because
 buffers are re-assigned and ``p.data`` is swapped. Under FSDP2 the sharded parameter is meant, also while it is
 gathered.
-Known limits: FSDP1 is refused (its flat parameters have no stable parts), and so is DistributedDataParallel over
-tensor parallelism (its parameters leave their modules).
+Under FSDP1 it is the flat parameter's shard, or (``use_orig_params=True``) this rank's piece of each parameter.
+Known limit: DistributedDataParallel over tensor parallelism is refused (its parameters leave their modules).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ _WRAPPERS: tuple[tuple[type, str], ...] = (
     (DistributedDataParallel, "module"),
     (DataParallel, "module"),
     (ActivationWrapper, "_checkpoint_wrapped_module"),
+    (FullyShardedDataParallel, "_fsdp_wrapped_module"),
 )
 
 Named = tuple[str, torch.Tensor, Holders]
@@ -187,8 +188,6 @@ def _walk(model: nn.Module, prefix: str, trained: bool, world: World) -> Iterato
         if id(module) in seen:
             continue
         seen.add(id(module))
-        if isinstance(module, FullyShardedDataParallel):
-            raise LeafError(place.prefix.rstrip("/"), "is wrapped by FSDP1", "use fully_shard (FSDP2)")
         if isinstance(module, DistributedDataParallel):
             place.replicas = replicas(module, world)
             place.ignored = frozenset(module.parameters_to_ignore)

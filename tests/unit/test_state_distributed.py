@@ -224,11 +224,32 @@ def test_capture_of_a_zero_redundancy_optimizer_that_steps_in_hooks_is_refused()
         TrainingState([model], [optimizer], {}, rng=False)
 
 
-@pytest.mark.usefixtures("gloo")
-@pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_capture_of_fsdp1_is_refused() -> None:
+def fully_sharded(use_orig_params: bool) -> tuple[nn.Module, torch.optim.Optimizer, TrainingState]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"))
-    with pytest.raises(LeafError, match="FSDP1"):
-        TrainingState([nn.Sequential(model)], [], {}, rng=False)
+    options: dict[str, Any] = {"device_id": torch.device("cpu"), "use_orig_params": use_orig_params}
+    layers = [FullyShardedDataParallel(layer, **options) for layer in net()]
+    model = FullyShardedDataParallel(nn.Sequential(*layers), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, optimizer, TrainingState([model], [optimizer], {}, rng=False)
+
+
+@pytest.mark.usefixtures("gloo")
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_restore_under_fsdp1_continues_like_its_twin(use_orig_params: bool) -> None:
+    model, optimizer, state = fully_sharded(use_orig_params)
+    train(model, optimizer, 3)
+    image = image_of(state)
+    name = "model/0.weight" if use_orig_params else "model/0._flat_param"
+    assert {name, f"optimizer/{name}/exp_avg"} <= image.tensors.keys()
+    train(model, optimizer, 2)
+    end = image_of(state)
+    model, optimizer, state = fully_sharded(use_orig_params)
+    train(model, optimizer, 2)
+    with torch.no_grad():
+        model(torch.ones(2, 3))  # its root's parameters stay gathered
+    restore(state, image)
+    assert_same(image_of(state), image)
+    train(model, optimizer, 2)
+    assert_same(image_of(state), end)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -107,13 +107,31 @@ def fsdp_tp(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
     return fsdp_uneven(body, rank // 2, mesh=mesh["fsdp"])
 
 
+def fsdp1(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
+    return flat(body, use_orig_params=True), rank
+
+
+def fsdp1_flat(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
+    return flat(body, use_orig_params=False), rank
+
+
+def flat(body: nn.Sequential, **options: Any) -> nn.Module:
+    here = torch.device("cpu")
+    blocks = [FullyShardedDataParallel(block, device_id=here, **options) for block in body]
+    return FullyShardedDataParallel(nn.Sequential(*blocks), device_id=here, **options)
+
+
 def plain(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
     """Replicated by hand: the loop averages all gradients."""
     return body, rank
 
 
 FORMS: dict[str, Callable[[nn.Sequential, int], tuple[nn.Module, int]]] = {
-    form.__name__: form for form in (ddp, ddp_subgroup, fsdp_uneven, fsdp_offload, hsdp, hsdp_apart, tp, fsdp_tp, plain)
+    form.__name__: form
+    for form in (
+        *(ddp, ddp_subgroup, fsdp_uneven, fsdp_offload, hsdp, hsdp_apart),
+        *(tp, fsdp_tp, fsdp1, fsdp1_flat, plain),
+    )
 }
 SHARED = ("ddp", "ddp_subgroup", "hsdp")  # every byte of the big layers and their optimizer is on the other node anyway
 

@@ -194,6 +194,7 @@ class Job:
         for optimizer in (self.for_body, self.for_odd):
             optimizer.step()
             optimizer.zero_grad()
+        self.odd.zero_grad()  # also of what is in no group yet
         self.scheduler.step()
         self.average.update()
         self.odd.change(number)
