@@ -70,6 +70,7 @@ class Node:
     name: str
     address: str  # host:port
     process: subprocess.Popen[bytes]
+    command: Sequence[str]
     killed: bool = False
 
 
@@ -124,10 +125,12 @@ class Cluster:
         name = f"node{index}"
         prefix = self._namespaces.prefix(index) if self._namespaces is not None else []
         command = [*prefix, *self._command(name, address, contacts), *self._script]
-        with (self.folder / f"agent-{name}.log").open("wb") as log:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environ)
-        self.nodes[name] = Node(name, address, process)
+        self.nodes[name] = Node(name, address, self._launch(name, command), command)
         return name
+
+    def _launch(self, name: str, command: Sequence[str]) -> subprocess.Popen[bytes]:
+        with (self.folder / f"agent-{name}.log").open("ab") as log:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=self._environ)
 
     def _command(self, name: str, address: str, contacts: Sequence[str]) -> list[str]:
         """What starts the node, without the script. Others than p2prun override it."""
@@ -175,6 +178,27 @@ class Cluster:
             signal_quietly(process, signal.SIGKILL)
         node.process.wait(SETTLE_S)
         return killed_at
+
+    def kill_all(self) -> float:
+        """SIGKILL to all agents that run and everything below them, at once. Returns when."""
+        nodes = self.running()
+        agents = [psutil.Process(node.process.pid) for node in nodes]
+        tree = [*agents, *(child for agent in agents for child in agent.children(recursive=True))]
+        killed_at = time.time()
+        for process in tree:
+            signal_quietly(process, signal.SIGKILL)
+        for node in nodes:
+            node.killed = True
+            node.process.wait(SETTLE_S)
+        return killed_at
+
+    def start_again(self) -> None:
+        """Give every node's command once more, when none runs."""
+        assert not self.running()
+        for index, node in enumerate(self.nodes.values()):
+            if self._namespaces is not None:
+                self._namespaces.mend(index)
+            node.process, node.killed = self._launch(node.name, node.command), False
 
     def kill_process(self, pid: int) -> float:
         """SIGKILL to one process. Returns when. Raises ProcessLookupError if it has ended already."""

@@ -1,8 +1,10 @@
-"""The main job, shown: train, lose a worker, lose a node, go on, and end with the same bits as if nothing had happened.
+"""The main job, shown: lose a worker, a node, at last all nodes, and end with the same bits as if nothing had happened.
 
 In: nothing but this checkout (and --json, --random SEED). Out: a live account of two runs of train_gpt.py on three
-nodes of one machine, one with two SIGKILLs and one without, a comparison of everything they left, a table, and the exit
-code: 0 if it was identical and nothing was left behind. With --random the kills hit random processes at random moments.
+nodes of one machine, one with three SIGKILLs and one without, a comparison of everything they left, a table, and the
+exit code: 0 if it was identical and nothing was left behind. After the third kill nothing of the run is in memory: the
+same commands are given again, and it goes on from disk. With --random the first two kills hit random processes at
+random moments.
 """
 
 import argparse
@@ -43,7 +45,7 @@ class DemoFailed(Exception):
 class Kill:
     """A failure to inject. With `phase` the worker kills itself at that point of that step; else it is done here."""
 
-    kind: str  # "worker" or "node"
+    kind: str  # "worker", "node" or "all"
     step: int  # done from here: when all ranks have committed this step
     rank: int | None = None  # None: a random one
     node: str | None = None  # None: a random one that trains
@@ -54,15 +56,20 @@ class Kill:
 
 
 def planned_kills() -> list[Kill]:
-    """One worker in the middle of a backward pass, then the node that all others contacted first."""
-    return [Kill("worker", step=15, rank=3, phase="backward"), Kill("node", step=30, node="node0")]
+    """One worker in the middle of a backward pass, then the node that all others contacted first, then all nodes."""
+    return [
+        Kill("worker", step=15, rank=3, phase="backward"),
+        Kill("node", step=30, node="node0"),
+        Kill("all", step=43),
+    ]
 
 
 def random_kills(rng: random.Random) -> list[Kill]:
-    """A worker and a node in random order, each at a random moment of a random step."""
+    """A worker and a node in random order, each at a random moment of a random step; at last all nodes."""
     kinds = rng.sample(["worker", "node"], 2)
     steps = [rng.randint(4, 14), rng.randint(24, 36)]
-    return [Kill(kind, step, delay_s=rng.uniform(0.0, 0.6)) for kind, step in zip(kinds, steps, strict=True)]
+    kills = [Kill(kind, step, delay_s=rng.uniform(0.0, 0.6)) for kind, step in zip(kinds, steps, strict=True)]
+    return [*kills, Kill("all", step=43)]
 
 
 class Executioner:
@@ -77,6 +84,8 @@ class Executioner:
             return []
         if kill.phase is not None:
             return self._marked(kill, timeline)
+        if kill.kind == "all" and timeline.saved_step is None:
+            return []  # nothing is on disk yet
         if kill.due is None and timeline.step >= kill.step:
             kill.due = time.monotonic() + kill.delay_s
         if kill.due is None or time.monotonic() < kill.due:
@@ -89,6 +98,12 @@ class Executioner:
             how = "network cut and SIGKILL" if self._silent else "SIGKILL"
             what = f"{how} to the whole of {name}: its agent, ranks {sorted(victims)} and every other process"
             return [injected("node", what, killed_at, victims)]
+        if kill.kind == "all":
+            victims = set(timeline.pids)
+            killed_at = self._cluster.kill_all()
+            self._cluster.start_again()
+            what = "SIGKILL to all nodes: every agent and every other process; then the same commands once more"
+            return [injected("all", what, killed_at, victims)]
         rank = self._rng.choice(sorted(timeline.pids))
         killed_at = self._cluster.kill_process(timeline.pids[rank])
         return [injected("worker", f"SIGKILL to rank {rank} on {timeline.nodes[rank]}", killed_at, {rank})]
@@ -120,6 +135,8 @@ def train(
 ) -> tuple[Timeline, list[str]]:
     """One run to its end. Returns what happened, and what was left behind. Raises DemoFailed."""
     script = [str(HERE / "train_gpt.py"), "--steps", str(args.steps), "--out", str(out)]
+    if kills:
+        script += ["--checkpoint", str(out / "checkpoints")]
     for kill in kills:
         if kill.phase is not None:
             script += ["--kill", f"{kill.step}:{kill.rank}:{kill.phase}"]
@@ -159,6 +176,8 @@ def table(failures: list[Failure]) -> list[str]:
     rows = [("failure", "source of the state", "steps lost", "seconds")]
     for failure in failures:
         size = f"{failure.num_bytes / 1e6:.1f} MB sent" if failure.num_bytes else "nothing sent"
+        if failure.source == "disk":
+            size = f"{failure.num_bytes / 1e6:.1f} MB read"
         source = f"{failure.source} ({size})"
         rows.append((failure.what.partition(":")[0], source, str(failure.steps_lost), f"{failure.seconds:.2f}"))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -209,7 +228,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--random", type=int, metavar="SEED", help="kill random processes at random moments")
-    parser.add_argument("--steps", type=int, default=45)
+    parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--namespaces", action="store_true", help="each node in its own network and mounts (as root)")
     parser.add_argument("--silent", action="store_true", help="cut a node's network before killing it (--namespaces)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="where the report goes (default: a temporary file)")
@@ -233,6 +252,7 @@ def main() -> int:
     compared, leftovers = Comparison(), ["a run that did not end"]
     try:
         say(f"{NUM_TRAINING} nodes of {NUM_WORKERS} workers train a GPT for {args.steps} steps, one node is spare")
+        say("every 10 steps a checkpoint goes to disk as well, in the background")
         faulted, left = train(folder / "faulted", folder / "faulted-out", args, kills, rng, say)
         failures = faulted.failures
         say("\nthe same training, undisturbed")

@@ -14,7 +14,7 @@ STEPS_PER_LINE = 5
 
 @dataclass(slots=True)
 class Failure:
-    kind: str  # "worker" or "node"
+    kind: str  # "worker", "node" or "all"
     what: str  # for a person
     t: float  # of the signal
     victims: set[int]  # ranks
@@ -37,7 +37,10 @@ class Failure:
 
     @property
     def steps_lost(self) -> int:
-        return max((int(event["steps_lost"]) for event in self.recoveries.values()), default=0)
+        lost = max((int(event["steps_lost"]) for event in self.recoveries.values()), default=0)
+        if self.kind == "all":  # nobody is left who knows how far it had come
+            return max((self.last_step - int(event["version"][1]) for event in self.recoveries.values()), default=lost)
+        return lost
 
     @property
     def seconds(self) -> float | None:
@@ -70,6 +73,7 @@ class Timeline:
         self.steps: dict[int, int] = {}  # rank -> newest committed step
         self.finished: set[int] = set()
         self.failures: list[Failure] = []
+        self.saved_step: int | None = None  # of the newest checkpoint on disk
         self.verdict: Event | None = None
         self._began: float | None = None
         self._line_due = STEPS_PER_LINE
@@ -126,6 +130,17 @@ class Timeline:
             return self._tell(event, text) if event["node"] == event["places"][0] else []
         return self._tell(event, f"agreed     {text} ({event['reason']})", once)
 
+    def _on_saved(self, event: Event) -> list[str]:
+        first = event["step"] != self.saved_step
+        self.saved_step = int(event["step"])
+        text = f"on disk    step {event['step']}: {event['bytes'] / 1e6:.1f} MB in {event['seconds']:.2f} s"
+        return self._tell(event, text) if first and event["bytes"] else []
+
+    def _on_resolved(self, event: Event) -> list[str]:
+        if event["step"] is None:
+            return []
+        return self._tell(event, f"resolved   {event['reason']}: step {event['step']} on disk, every byte verified")
+
     def _on_rehearsed(self, event: Event) -> list[str]:
         self.rehearsed[int(event["rank"])] = int(event["pid"])
         return []
@@ -166,6 +181,8 @@ class Timeline:
         if rank not in failure.victims:
             return self._tell(event, f"survivors  stay as they are, resume step {step}", "survivors")
         size = f"{event['bytes'] / 1e6:.1f} MB over the network" if event["bytes"] else "nothing sent"
+        if event["source"] == "disk":
+            size = f"{event['bytes'] / 1e6:.1f} MB for all ranks"
         return self._tell(
             event, f"pulled     rank {rank}: state of step {step} from {event['source']} ({size}), verified"
         )

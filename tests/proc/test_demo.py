@@ -39,11 +39,13 @@ def run_demo(*arguments: str) -> dict[str, Any]:
 
 
 def check_failures(result: dict[str, Any]) -> None:
-    """A worker came back from its own node's memory, a node from its buddies'."""
+    """A worker came back from its own node's memory, a node from its buddies', all nodes at once from disk."""
     by_kind = {failure["kind"]: failure for failure in result["failures"]}
-    assert by_kind.keys() == {"worker", "node"}
+    assert by_kind.keys() == {"worker", "node", "all"}
     assert by_kind["worker"]["source"] == "own vault"
     assert by_kind["node"]["source"] == "buddy"
+    assert by_kind["all"]["source"] == "disk"
+    assert 0 <= by_kind["all"]["steps_lost"] <= 20
 
 
 @pytest.mark.slow
