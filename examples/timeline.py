@@ -33,7 +33,8 @@ class Failure:
 
     @property
     def num_bytes(self) -> int:
-        return sum(int(event["bytes"]) for rank, event in self.recoveries.items() if rank in self.victims)
+        of_each = [int(event["bytes"]) for rank, event in self.recoveries.items() if rank in self.victims]
+        return max(of_each, default=0) if self.source == "disk" else sum(of_each)  # all ranks read one checkpoint
 
     @property
     def steps_lost(self) -> int:

@@ -48,9 +48,10 @@ class Protection:
         self._compare_timeout_s = compare_timeout_s
         self._context = context
         self._state = state
-        self._saving = Saving(context.link, settings.checkpoint) if settings.checkpoint is not None else None
-        self._capturer = Capturer(context.link, context.rank, context.places, reserve=settings.checkpoint is not None)
         self.stats = ProtectionStats()
+        policy = settings.checkpoint
+        self._saving = Saving(context.link, policy, self.stats) if policy is not None else None
+        self._capturer = Capturer(context.link, context.rank, context.places, reserve=policy is not None)
         self._shipper = self._make_shipper()
         self._course = Course(settings.every)
         self._captured_since_vote = False

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from p2pstate.settings import CheckpointPolicy
+from p2pstate.stats import ProtectionStats
 from p2pstate.types import Version
 from p2pstate.worker.link import Link
 
@@ -26,7 +27,8 @@ BUSY, DUE, NOT_DUE = 0, 1, 2
 class Saving:
     """Used from the training thread; only :meth:`_ended` comes from the link's."""
 
-    def __init__(self, link: Link, policy: CheckpointPolicy) -> None:
+    def __init__(self, link: Link, policy: CheckpointPolicy, stats: ProtectionStats) -> None:
+        self._stats = stats
         self.policy = policy
         self._link = link
         self._changed = threading.Condition()
@@ -117,6 +119,10 @@ class Saving:
                 return
             self._under_way = None
             self._errors = {version: error}
-            if not error:
+            if error:
+                self._stats.num_saves_failed += 1
+            else:
                 self._saved = version
+                self._stats.num_saved += 1
+                self._stats.saved_s.append(time.monotonic() - self._began)
             self._changed.notify_all()

@@ -22,7 +22,8 @@ def _series() -> deque[float]:
 class ProtectionStats:
     """``exposed`` times are spent on the training thread: the copy into the own slot, and waiting at the gate.
 
-    ``protected_s``: from the beginning of a capture until the own and the buddy's copy were complete.
+    ``protected_s``: from the beginning of a capture until the own and the buddy's copy were complete. ``saved_s``: from
+    the beginning of the capture until the version was a complete checkpoint on disk.
     """
 
     num_captured: int = 0
@@ -31,6 +32,9 @@ class ProtectionStats:
     num_shipped_bytes: int = 0
     num_own_bytes: int = 0  # of the newest version: what only this rank has
     num_shared_bytes: int = 0  # of the newest version: this rank's piece of what several ranks have
+    num_saved: int = 0
+    num_saves_failed: int = 0
     capture_s: deque[float] = field(default_factory=_series)
     wait_s: deque[float] = field(default_factory=_series)
     protected_s: deque[float] = field(default_factory=_series)
+    saved_s: deque[float] = field(default_factory=_series)

@@ -290,7 +290,7 @@ class Supervisor:
                 self._template_process.wait(2.0)
             except subprocess.TimeoutExpired:
                 self._template_process.kill()
-                self._template_process.wait(2.0)
+                self._template_process.wait(EXIT_GRACE_S)  # on a crowded machine even that takes a while
         for worker in list(self.workers.values()):
             self._forget(worker)
 

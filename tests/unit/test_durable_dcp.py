@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +20,7 @@ from p2pstate.durable.dcp_write import SaveFailed, write_shares
 from p2pstate.durable.division import divide_version
 from p2pstate.durable.manifest import METADATA
 from p2pstate.durable.resume import Choice, load
+from p2pstate.types import Version
 
 
 def test_checkpoint_is_read_by_stock_pytorch_under_its_own_names(tmp_path: Path) -> None:
@@ -138,6 +142,20 @@ def test_version_that_is_set_aside_outlives_those_after_it(tmp_path: Path) -> No
     assert all(record.slot for vault in site.vaults for record in vault.records())
     num_slots = [sum(1 for r in vault.records() if r.part.kind == "own") for vault in site.vaults]
     assert num_slots == [6, 6], "one more slot per part, not one per save"
+
+
+def test_saves_leave_no_memory_descriptors_or_threads_behind(tmp_path: Path) -> None:
+    site = Site(reserve=True)
+    kept: Version | None = None
+    used = []
+    for step in range(1, 13):
+        aside = site.capture(2 * step, keep=kept, set_aside=True)
+        kept = site.capture(2 * step + 1, keep=aside)
+        site.save(tmp_path / str(step), aside)
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("memfd:p2pstate")
+        used.append((maps, len(os.listdir("/proc/self/fd")), threading.active_count()))
+    assert len(set(used[3:])) == 1, used
 
 
 def test_checkpoint_is_not_published_when_a_file_is_short_or_missing(tmp_path: Path) -> None:

@@ -1,0 +1,143 @@
+"""What one rank of the durable benchmark runs, under p2prun: windows of steps with saves of each kind, in turns.
+
+Arguments: parallelism, number of parameters, rounds, file for the result, folder for checkpoints. Rank 0 writes the
+medians of rank 0. Ours saves in the middle of a protected loop; the others are called after a step outside of any loop,
+where p2pstate does nothing but forward collectives.
+"""
+
+import json
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from overhead_model import build
+from overhead_saves import DcpSave, TorchSave, savers, stock_gloo_group
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+import p2pstate
+from p2pstate.durable.catalog import list_checkpoints
+from p2pstate.durable.resume import Choice, load
+
+DEADLINE_S = 300.0
+WINDOW = 16  # steps of a protected loop
+EVERY = WINDOW // 2  # ours saves in the middle of each, and at its end
+NUM_STEPS_BETWEEN = 3  # of the others
+BATCH = 8
+
+
+class AsyncProcess:
+    """dcp.async_save with a process of its own."""
+
+    def __init__(self, save_state: Callable[[], dict[str, Any]], folder: Path, group: dist.ProcessGroup) -> None:
+        self._state, self._folder, self._group, self._number = save_state, folder, group, 0
+        self._saving: Any = None
+
+    def save(self) -> None:
+        self._number += 1
+        self._saving = dcp.async_save(
+            self._state(),
+            checkpoint_id=self._folder / str(self._number),
+            process_group=self._group,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+
+    def finish(self) -> None:
+        saving, self._saving = self._saving, None
+        (saving if hasattr(saving, "result") else saving.upload_completion).result(DEADLINE_S)
+
+
+def main() -> None:
+    form, num_parameters, num_rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    result, scratch = Path(sys.argv[4]), Path(sys.argv[5])
+    p2pstate.init_process_group(timeout=timedelta(seconds=DEADLINE_S))
+    rank = dist.get_rank()
+    job = build(form, num_parameters, BATCH, rank)
+    ours = scratch / "ours"
+    state = p2pstate.Replicator(job.model, job.optimizer, data=job.data, checkpoint=ours, checkpoint_every=EVERY)
+    batches: Iterator[torch.Tensor] = iter(job.data)
+    for _ in range(3):
+        job.train_step(next(batches))  # the optimizer's state comes to exist
+
+    scratch.mkdir(exist_ok=True)
+    kinds: dict[str, Any] = savers(job, made(scratch / "others"), DEADLINE_S)
+    kinds = {
+        "dcp_save_s": kinds["dcp_save"],
+        "dcp_async_thread_s": kinds["dcp_async_cached"],
+        "dcp_async_process_s": AsyncProcess(job.state_dict, scratch / "process", stock_gloo_group(DEADLINE_S)),
+        "torch_save_s": kinds["torch_save"],
+    }
+    stalls: dict[str, list[float]] = {name: [] for name in kinds}
+    durable: dict[str, list[float]] = {name: [] for name in kinds}
+    stall_s: list[float] = []
+    for number in range(num_rounds + 1):  # the first one makes folders, plans and memory come to exist
+        seconds = protected_window(state, job)
+        usual_s = statistics.median(s for at, s in seconds.items() if at % EVERY not in (1, 2))
+        with_save = [s for at, s in seconds.items() if at % EVERY in (1, 2)]  # captured aside; the reserve written to
+        if number:
+            stall_s.append(sum(with_save) - usual_s * len(with_save))
+        for name, saver in kinds.items():
+            for _ in range(NUM_STEPS_BETWEEN):
+                job.train_step(next(batches))
+            began = time.monotonic()
+            saver.save()
+            stalled = time.monotonic()
+            if not isinstance(saver, TorchSave | DcpSave):
+                saver.finish()
+            if number:
+                stalls[name].append(stalled - began)
+                durable[name].append(time.monotonic() - began)
+
+    medians = {name: statistics.median(values) for name, values in stalls.items()}
+    newest = next(found for found in list_checkpoints(ours) if not found.problem)
+    assert newest.manifest is not None
+    loads_s = []
+    for _ in range(num_rounds + 1):
+        dist.barrier()
+        began = time.monotonic()
+        load(Choice(newest.path, newest.manifest), rank)
+        dist.barrier()
+        loads_s.append(time.monotonic() - began)
+    load_s = statistics.median(loads_s[1:])
+    if rank == 0:
+        found = {
+            "state_bytes": newest.manifest.num_bytes,
+            "stall_s": statistics.median(stall_s),
+            **medians,
+            "durable_s": statistics.median(list(state.stats.saved_s)[2:]),
+            "dcp_async_durable_s": statistics.median(durable["dcp_async_thread_s"]),
+            "load_gbps": newest.manifest.num_bytes / load_s / 1e9,
+            "num_saved": state.stats.num_saved,
+            "num_saves_failed": state.stats.num_saves_failed,
+        }
+        result.write_text(json.dumps(found))
+    dist.barrier()
+    if rank == 0:
+        shutil.rmtree(scratch / "others", ignore_errors=True)
+
+
+def protected_window(state: Any, job: Any) -> dict[int, float]:
+    """Seconds of each step of one loop, by step; without the first, which waits for nothing."""
+    seconds: dict[int, float] = {}
+    last = time.monotonic()
+    for step, _ in state.run(job.train_step, steps=state.committed_step + WINDOW):
+        now = time.monotonic()
+        seconds[step], last = now - last, now
+    seconds.pop(min(seconds))
+    return seconds
+
+
+def made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+if __name__ == "__main__":
+    main()
