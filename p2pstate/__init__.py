@@ -21,6 +21,10 @@ Layout, from the top down (a file imports only what stands above it):
     observe/svg.py
     observe/report.py       p2pstate report
     observe/perfetto.py
+    observe/live.py         what a running node knows
+    observe/metrics.py
+    observe/page.py
+    observe/top.py          p2pstate top
     observe/command.py
     memory.py               what is left of the host's memory, and what bounds it
     slots.py                the memory of one part of one version
@@ -120,6 +124,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/status.py         what an operator is told
     agent/health.py         what probes look at
     agent/chaos.py          faults on request
+    agent/serving.py        the page, metrics
     agent/agent.py          rendezvous, vault and workers together
     agent/companion.py      the vault of a torchrun node
     data/permutation.py     data/: p2pstate.data, which uses nothing of what stands above

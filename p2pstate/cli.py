@@ -28,6 +28,8 @@ from p2pstate.durable.command import run_checkpoints, run_export
 from p2pstate.errors import EXIT_CONFIG
 from p2pstate.observe.command import add_command as add_report_command
 from p2pstate.observe.command import run_command as run_report_command
+from p2pstate.observe.top import add_command as add_top_command
+from p2pstate.observe.top import run_command as run_top_command
 from p2pstate.operating import OPERATING
 from p2pstate.options import add_detection, add_network, add_run, make_config, read_labels
 from p2pstate.planning.command import add_command as add_plan_command
@@ -89,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_data_command(commands)
     add_plan_command(commands)
     add_report_command(commands)
+    add_top_command(commands)
     options = parser.parse_args(argv)
     if options.command is None:
         parser.print_help()
@@ -204,6 +207,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="written every second while the agent lives, for probes (docs/kubernetes.md)",
     )
+    node.add_argument(
+        "--http",
+        metavar="HOST:PORT",
+        help="serve a page of the whole run, /status.json and /metrics here, such as 127.0.0.1:8600 (read only)",
+    )
+    node.add_argument(
+        "--http-token-file", metavar="FILE", help="whoever asks over HTTP has to know what is in this file"
+    )
     node.add_argument("--chaos", action="store_true", help="let p2pstate chaos inject faults into this node")
     node.add_argument("--quiet", action="store_true", help="workers' output and events go to --run-dir only")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
@@ -239,6 +250,8 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         join_timeout_s=options.join_timeout,
         spare_wait_s=options.spare_wait,
         health_file=os.path.abspath(options.health_file) if options.health_file else None,
+        http=options.http,
+        http_token=_read_token(options.http_token_file) if options.http_token_file else None,
         chaos=options.chaos,
         hang_floor_s=options.hang_floor,
     )
@@ -254,8 +267,16 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "keygen": _keygen,
     "plan": run_plan_command,
     "report": run_report_command,
+    "top": run_top_command,
     "verdict": _verdict,
 }
+
+
+def _read_token(path: str) -> str:
+    token = Path(path).read_text(encoding="utf-8").strip()
+    if not token:
+        raise ValueError(f"--http-token-file {path} is empty: put a secret into it")
+    return token
 
 
 if __name__ == "__main__":

@@ -293,6 +293,7 @@ class Loop:
             protected=protected.step if protected else None,
             loss=float(value) if isinstance(value, int | float) else None,
             clock=METER.report(),
+            shipped_bytes=self.protection.stats.num_shipped_bytes,
         )
         if self._beyond is not None and step > self._beyond:
             self._beyond = None

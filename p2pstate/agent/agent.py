@@ -21,7 +21,7 @@ from typing import Any
 
 from p2pstate.agent.budget import Budget
 from p2pstate.agent.chaos import Chaos
-from p2pstate.agent.describing import describe_start
+from p2pstate.agent.describing import describe_start, version_of
 from p2pstate.agent.draining import Draining
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.health import HealthFile
@@ -33,11 +33,13 @@ from p2pstate.agent.requests import Requests
 from p2pstate.agent.rounds import assignment, decide_start, progress_of, ranks_of, round_info, same_size
 from p2pstate.agent.saves import Saves
 from p2pstate.agent.sentences import Sentences
+from p2pstate.agent.serving import Gatherer, PageServer
 from p2pstate.agent.status import node_status
 from p2pstate.agent.supervisor import Failure, Phase, Supervisor, WorkerProcess, describe_status
 from p2pstate.agent.watchdog import Watchdog
 from p2pstate.agent.weaknesses import Weaknesses
 from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY, EXIT_STATE_LOST
+from p2pstate.observe.metrics import exposition
 from p2pstate.types import NOTHING_RAISED, RoundInfo, Start
 from p2pstate.vault import Vault
 from rendezvous.channel import Message
@@ -102,6 +104,10 @@ class Agent:
         self._weaknesses = Weaknesses(self.events)
         self._waiting_since = self._waited_s = 0.0  # the latter: since the newest round began
         self.verdict: Verdict | None = None
+        self._gatherer = Gatherer(self.node, self._snapshot)
+        self._page: PageServer | None = None
+        if job.http is not None:
+            self._page = PageServer(job.http, job.http_token, self._name, self._gatherer.gather, self._metrics)
         self._health = HealthFile(job.health_file, self.node, self._describe) if job.health_file else None
 
     def run(self) -> int:
@@ -114,11 +120,16 @@ class Agent:
             self._watchdog.start()
             if self._health is not None:
                 self._health.start()
+            if self._page is not None:
+                self._page.start()
+                self.events.emit("page", f"this run's page: {self._page.url}", url=self._page.url)
             self.node.run()
         finally:
             total = self.events.ledger.total()
             if total.wall_s > 0:
                 self.events.emit("goodput", f"this node's ranks: {total.sentence()}", seconds=dict(total.seconds))
+            if self._page is not None:
+                self._page.close()
             self._supervisor.close()
             if self._health is not None:
                 self._health.close()
@@ -242,17 +253,31 @@ class Agent:
         elif kind in ("hang_ask", "hang_answer", "hung"):
             with suppress(ValueError):  # of another version of this program
                 self._watchdog.receive(sender, kind, body)
+        elif kind in ("look", "seen"):
+            with suppress(TypeError, ValueError):  # of another version of this program
+                self._gatherer.heard(sender, kind, body)
         elif kind == "save":
             self._saves.heard(sender, body)
         elif kind == "drain":
             with suppress(KeyError, TypeError, ValueError):  # of another version of this program
                 self._draining.heard(sender, body)
 
+    def _status(self) -> dict[str, Any]:
+        waiting = self._waiting_reason if self._waiting_timer is not None else ""
+        return node_status(self.node, self._supervisor, self._vault, waiting, self._weaknesses.told)
+
+    def _snapshot(self) -> dict[str, Any]:
+        """For pages, also those of other nodes."""
+        page = self._page.url if self._page is not None else None
+        return self._status() | {"page": page, "live": self.events.live.summary(time.time())}
+
+    def _metrics(self) -> bytes:
+        return self._gatherer.on_node(lambda: exposition(self.events.live, self._status(), version_of("p2pstate")))
+
     def answer(self, kind: str, body: Any) -> Any:
         """What an operator outside the run asks (p2prun status, p2prun stop)."""
         if kind == "status":
-            waiting = self._waiting_reason if self._waiting_timer is not None else ""
-            return node_status(self.node, self._supervisor, self._vault, waiting, self._weaknesses.told)
+            return self._status()
         if kind == "chaos":
             refused = "this node was not started with p2prun --chaos"
             return self._chaos.answer(body) if self._chaos is not None else {"refused": refused}

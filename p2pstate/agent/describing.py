@@ -14,7 +14,7 @@ from typing import Any
 from p2pstate.agent.job import Job
 from rendezvous.config import Config
 
-__all__ = ["describe_start"]
+__all__ = ["describe_start", "version_of"]
 
 PACKAGES = ("p2pstate", "torch", "numpy", "pyzmq")
 
@@ -34,12 +34,12 @@ def describe_start(config: Config, job: Job) -> dict[str, Any]:
             "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
             "processors": os.cpu_count(),
             "Python": platform.python_version(),
-            **{name: _version(name) for name in PACKAGES},
+            **{name: version_of(name) for name in PACKAGES},
         },
     }
 
 
-def _version(package: str) -> str:
+def version_of(package: str) -> str:
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -14,6 +14,7 @@ from typing import Any
 
 from p2pstate.agent.output import Writer
 from p2pstate.observe.ledger import Ledger
+from p2pstate.observe.live import LiveRun
 from p2pstate.observe.reading import read_events
 
 __all__ = ["EventLog"]
@@ -30,6 +31,7 @@ class EventLog:
         self._writer = writer
         self._fd: int | None = None
         self.ledger = Ledger()  # of this node's ranks, earlier attempts included
+        self.live = LiveRun(self.ledger)
         if directory is not None:
             os.makedirs(directory, exist_ok=True)
             path = os.path.join(directory, f"events-{node}.jsonl")
@@ -43,6 +45,7 @@ class EventLog:
             self._writer.put(_STDERR, f"[{self._node}] {sentence}\n".encode())
         record = {"t": time.time(), "node": self._node, "event": event, **fields}
         self.ledger.add(record)
+        self.live.add(record)
         if self._fd is not None:
             self._writer.put(self._fd, json.dumps(record).encode() + b"\n")
 

@@ -26,6 +26,8 @@ class Job:
     join_timeout_s: float
     spare_wait_s: float
     health_file: str | None
+    http: str | None  # HOST:PORT of the page
+    http_token: str | None
     num_rehearsed: int  # spares that have run the script under the first ranks of this node
     chaos: bool  # whether faults may be asked for from outside
     hang_floor_s: float  # 0: nobody looks for hung workers

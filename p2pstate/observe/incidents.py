@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Incident", "find_incidents"]
+__all__ = ["Incident", "IncidentFinder", "find_incidents"]
 
 Event = Mapping[str, Any]
 
@@ -22,6 +22,7 @@ CAUSES = {"member_dead": "node", "hang": "hang", "worker_exited": "process"}  # 
 
 @dataclass(slots=True)
 class Incident:
+    round: int  # that it ended
     t: float  # of the first sign, seconds since 1970
     aborted_at: float
     cause: str  # node, hang, process or other
@@ -63,21 +64,26 @@ class Incident:
 
 
 def find_incidents(events: Iterable[Event]) -> list[Incident]:
-    finder = _Finder()
+    finder = IncidentFinder()
     for event in events:
-        handler = getattr(finder, "on_" + str(event["event"]), None)
-        if handler is not None:
-            handler(event, float(event["t"]))
+        finder.add(event)
     return finder.incidents
 
 
-class _Finder:
+class IncidentFinder:
+    """Fed event by event; ``incidents`` is what there has been so far."""
+
     def __init__(self) -> None:
         self.incidents: list[Incident] = []
         self._signs: list[Event] = []
         self._steps: dict[int, int] = {}  # rank -> newest committed step
         self._finished: set[int] = set()
         self._ended = False  # the run, or there was none yet
+
+    def add(self, event: Event) -> None:
+        handler = getattr(self, "on_" + str(event["event"]), None)
+        if handler is not None:
+            handler(event, float(event["t"]))
 
     @property
     def _open(self) -> Incident | None:
@@ -115,7 +121,8 @@ class _Finder:
         self._signs.clear()
         cause = next((CAUSES[kind] for kind in CAUSES if any(sign["event"] == kind for sign in signs)), "other")
         began = min([t, *(float(sign["t"]) for sign in signs)])
-        self.incidents.append(Incident(began, t, cause, str(event["reason"]), max(self._steps.values(), default=0)))
+        last_step = max(self._steps.values(), default=0)
+        self.incidents.append(Incident(int(event["round"]), began, t, cause, str(event["reason"]), last_step))
 
     def on_worker_started(self, event: Event, t: float) -> None:
         if event["rank"] in self._steps and self._open is not None:

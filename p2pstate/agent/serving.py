@@ -1,0 +1,184 @@
+"""A node's page, its metrics and its status over HTTP; and what other nodes' pages ask of this one.
+
+In: requests of browsers, scrapers and other nodes' agents. Out: ``/`` (the whole run, as a page), ``/status.json``,
+``/metrics`` (this node). Whichever node is asked asks the others, so there is none whose death takes the page away.
+
+Invariants: read only, GET and HEAD; whoever asks waits ``ANSWER_S`` at most for the nodes that answer; requests are
+served by threads of their own and read the node's state on the node's thread only. With a token nothing is told
+without it (``Authorization: Bearer TOKEN``, or ``?token=TOKEN``).
+"""
+
+from __future__ import annotations
+
+import hmac
+import http.server
+import json
+import socket
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any, TypeVar
+from urllib.parse import parse_qs, urlsplit
+
+from p2pstate.observe.page import as_page, merge
+from rendezvous.node import Node, Timer
+from rendezvous.types import MemberKey, Role
+
+__all__ = ["Gatherer", "PageServer"]
+
+ANSWER_S = 0.7  # for other nodes
+NODE_S = 5.0  # for the own node's thread
+CLIENT_S = 10.0  # for a client that sends or reads slowly
+
+T = TypeVar("T")
+Answers = dict[str, dict[str, Any]]
+
+
+class Gatherer:
+    """Asks all nodes what they know, and answers them. Used on the node's thread, except :meth:`gather`."""
+
+    def __init__(self, node: Node, snapshot: Callable[[], dict[str, Any]]) -> None:
+        self._node = node
+        self.snapshot = snapshot
+        self._number = 0
+        self._answers: dict[int, tuple[Answers, Future[Answers], Timer]] = {}
+
+    def gather(self) -> Answers:
+        """From any other thread: by name, what each node that answers in time knows. Raises TimeoutError when the own
+        node does not."""
+        future: Future[Answers] = Future()
+        self._node.call_soon_threadsafe(lambda: self._ask(future))
+        return future.result(NODE_S)
+
+    def on_node(self, function: Callable[[], T]) -> T:
+        """From any other thread: what ``function`` returns, or raises, on the node's thread; or TimeoutError."""
+        future: Future[T] = Future()
+
+        def call() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:
+                future.set_exception(error)
+
+        self._node.call_soon_threadsafe(call)
+        return future.result(NODE_S)
+
+    def heard(self, sender: MemberKey, kind: str, body: Any) -> None:
+        """``look``: somebody asks; ``seen``: somebody answers. Raises ValueError for nonsense."""
+        if kind == "look":
+            self._node.send(sender, "seen", [int(body), self.snapshot()])
+            return
+        number, answer = body
+        if number in self._answers and isinstance(answer, dict):
+            self._answers[number][0][sender.name] = answer
+            self._finish_if_complete(number)
+
+    def _ask(self, future: Future[Answers]) -> None:
+        self._number += 1
+        number = self._number
+        timer = self._node.call_later(ANSWER_S, lambda: self._finish(number))
+        self._answers[number] = ({self._node.key.name: self.snapshot()}, future, timer)
+        self._node.broadcast("look", number)
+        self._finish_if_complete(number)
+
+    def _finish_if_complete(self, number: int) -> None:
+        members = self._node.members()
+        asked = {key.name for key, record in members.items() if record.live and record.member.role is Role.NODE}
+        if asked <= self._answers[number][0].keys():
+            self._finish(number)
+
+    def _finish(self, number: int) -> None:
+        answers, future, timer = self._answers.pop(number, ({}, None, None))
+        if future is not None and timer is not None:
+            timer.cancel()
+            future.set_result(answers)
+
+
+class PageServer:
+    """Raises OSError when it cannot listen at ``bind`` (HOST:PORT; port 0: any), ValueError when that is none."""
+
+    def __init__(self, bind: str, token: str | None, name: str, gather: Callable[[], Answers],
+                 metrics: Callable[[], bytes]) -> None:  # fmt: skip
+        host, _, port = bind.rpartition(":")
+        host = host.strip("[]")
+        if not host or not port.isdigit():
+            raise ValueError(f"{bind!r} is no HOST:PORT to serve the page at, such as 127.0.0.1:8600")
+        server = _Server6 if ":" in host else _Server
+        self._server = server((host, int(port)), _Handler)
+        self._server.token, self._server.node_name = token, name
+        self._server.gather, self._server.metrics = gather, metrics
+        bound = f"[{host}]" if ":" in host else host
+        self.url = f"http://{bound}:{self._server.server_address[1]}/"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="p2pstate-page", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+class _Server(http.server.ThreadingHTTPServer):
+    daemon_threads = True
+    token: str | None
+    node_name: str
+    gather: Callable[[], Answers]
+    metrics: Callable[[], bytes]
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _Handler(http.server.BaseHTTPRequestHandler):
+    server: _Server
+    timeout = CLIENT_S
+    server_version = "p2pstate"
+    sys_version = ""
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        if not self._may_ask(parse_qs(parts.query)):
+            self._answer(401, "text/plain", b"this page wants a token: Authorization: Bearer TOKEN, or ?token=TOKEN\n")
+            return
+        try:
+            if parts.path == "/":
+                page = as_page(merge(self.server.gather()), self.server.node_name)
+                self._answer(200, "text/html", page.encode())
+            elif parts.path == "/status.json":
+                self._answer(200, "application/json", json.dumps(merge(self.server.gather())).encode())
+            elif parts.path == "/metrics":
+                self._answer(200, "text/plain; version=0.0.4", self.server.metrics())
+            else:
+                self._answer(404, "text/plain", b"there are /, /status.json and /metrics\n")
+        except FutureTimeout:
+            self._answer(503, "text/plain", b"this node does not answer at the moment\n")
+        except ValueError as error:
+            self._answer(501, "text/plain", f"{error}\n".encode())
+
+    do_HEAD = do_GET
+
+    def _may_ask(self, query: dict[str, list[str]]) -> bool:
+        token = self.server.token
+        if token is None:
+            return True
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ") or query.get("token", [""])[0]
+        return hmac.compare_digest(given.encode(), token.encode())
+
+    def _answer(self, code: int, kind: str, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: requests come every few seconds."""

@@ -1,0 +1,112 @@
+"""What a running node knows of its run, as numbers: fed by its own events, asked by pages and metrics. Pure.
+
+In: events, in order of time. Out: counters that only grow, the goodput of the last minute, of the last hour and of the
+run, the newest incidents. Everything is of this node's ranks; whoever asks puts nodes together.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Mapping
+from typing import Any
+
+from p2pstate.observe.incidents import Incident, IncidentFinder
+from p2pstate.observe.ledger import Ledger
+
+__all__ = ["FETCH_BUCKETS_S", "LiveRun"]
+
+FETCH_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
+NOW_S, HOUR_S = 60.0, 3600.0
+MAX_INCIDENTS = 20  # that are told; all are counted
+MAX_FETCHES = 1000
+
+
+class LiveRun:
+    def __init__(self, ledger: Ledger) -> None:
+        """``ledger`` is fed by whoever owns it."""
+        self.ledger = ledger
+        self.recoveries: Counter[str] = Counter()  # by source
+        self.recovery_s: defaultdict[tuple[str, str], float] = defaultdict(float)  # by source and phase
+        self.transfer_bytes: Counter[str] = Counter()  # by source
+        self.verification_failures: Counter[str] = Counter()  # by kind
+        self.copy_bytes = 0
+        self.fetch_counts = [0] * (len(FETCH_BUCKETS_S) + 1)
+        self.fetch_s = 0.0
+        self._finder = IncidentFinder()
+        self._shipped: dict[int, int] = {}  # by rank: what its process has told of so far
+        self._fetches: deque[float] = deque(maxlen=MAX_FETCHES)
+        self._recent: deque[tuple[float, Mapping[str, float]]] = deque()  # of the last hour
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        self._finder.add(event)
+        kind = event["event"]
+        if "clock" in event:
+            self._recent.append((float(event["t"]), event["clock"]["seconds"]))
+            while self._recent and self._recent[0][0] < event["t"] - HOUR_S:
+                self._recent.popleft()
+        if kind == "step":
+            self._on_step(event)
+        elif kind == "recovery":
+            source = str(event["source"])
+            self.recoveries[source] += 1
+            self.transfer_bytes[source] += int(event["bytes"])
+            for phase, seconds in event["phases"].items():
+                self.recovery_s[source, str(phase)] += float(seconds)
+        elif kind in ("corrupt", "replicas_differ"):
+            self.verification_failures[kind] += 1
+        elif kind == "worker_started":
+            self._shipped.pop(event["rank"], None)
+
+    def _on_step(self, event: Mapping[str, Any]) -> None:
+        rank, shipped = event["rank"], int(event.get("shipped_bytes", 0))
+        self.copy_bytes += shipped - self._shipped.get(rank, 0)
+        self._shipped[rank] = shipped
+        fetch_s = float(event.get("clock", {}).get("seconds", {}).get("data", 0.0))
+        self.fetch_s += fetch_s
+        self._fetches.append(fetch_s)
+        self.fetch_counts[sum(fetch_s > bound for bound in FETCH_BUCKETS_S)] += 1
+
+    @property
+    def failures(self) -> Counter[str]:
+        """By cause."""
+        return Counter(incident.cause for incident in self._finder.incidents)
+
+    @property
+    def lost_steps(self) -> int:
+        return sum(incident.steps_lost for incident in self._finder.incidents)
+
+    def summary(self, now: float) -> dict[str, Any]:
+        """Plain values, for other nodes and pages. ``now``: seconds since 1970."""
+        fetches = sorted(self._fetches)
+        return {
+            "seconds": {
+                "now": self._since(now - NOW_S),
+                "hour": self._since(now - HOUR_S),
+                "run": dict(self.ledger.total().seconds),
+            },
+            "fetch_p95_s": fetches[int(0.95 * (len(fetches) - 1))] if fetches else None,
+            "incidents": [_told(incident, now) for incident in self._finder.incidents[-MAX_INCIDENTS:]],
+            "num_incidents": len(self._finder.incidents),
+        }
+
+    def _since(self, t: float) -> dict[str, float]:
+        sums: Counter[str] = Counter()
+        for at, seconds in self._recent:
+            if at >= t:
+                sums.update(seconds)
+        return dict(sums)
+
+
+def _told(incident: Incident, now: float) -> dict[str, Any]:
+    return {
+        "round": incident.round,
+        "s_ago": now - incident.t,
+        "cause": incident.cause,
+        "reason": incident.reason,
+        "replaced": sorted(incident.replaced),
+        "source": incident.source,
+        "bytes": incident.num_bytes,
+        "steps_lost": incident.steps_lost,
+        "seconds": incident.seconds,
+        "phases": incident.phases(),
+    }

@@ -1,0 +1,194 @@
+"""What a running node tells, as numbers, as a page and as metrics; what nodes tell put together."""
+
+import re
+import sys
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from p2pstate.observe.ledger import Ledger
+from p2pstate.observe.live import LiveRun
+from p2pstate.observe.metrics import exposition
+from p2pstate.observe.page import as_page, headline, merge
+
+VIEW = {"epoch": 3, "round": 2, "places": ["n0", "n1"], "spares": ["n2"], "witnesses": ["w"], "reason": "because"}
+
+
+def live_run() -> LiveRun:
+    """One rank, two steps, a kill that was survived."""
+    live = LiveRun(Ledger())
+    events: list[dict[str, Any]] = [
+        {"t": 100, "event": "view", "nonce": "a"},
+        {"t": 100, "event": "worker_started", "rank": 0, "pid": 1},
+        step(101, 1, {"useful": 0.9, "data": 0.1}, 1000),
+        {"t": 101.5, "event": "worker_exited", "rank": 0, "pid": 1, "cause": "signal 9 (SIGKILL)"},
+        {"t": 101.6, "event": "abort", "round": 1, "reason": "rank 0 on n0 died: signal 9 (SIGKILL)"},
+        {"t": 102, "event": "worker_started", "rank": 0, "pid": 2},
+        recovery(103),
+        {"t": 103, "event": "corrupt", "slot": 1},
+        step(104, 2, {"useful": 0.7, "data": 0.3}, 500),
+        step(105, 3, {"useful": 1.0}, 1500),
+    ]
+    for event in events:
+        live.ledger.add(event | {"node": "n0"})
+        live.add(event | {"node": "n0"})
+    return live
+
+
+def step(t: float, number: int, seconds: dict[str, float], shipped: int) -> dict[str, Any]:
+    clock = {"until": t, "seconds": seconds}
+    return {"t": t, "event": "step", "rank": 0, "step": number, "clock": clock, "shipped_bytes": shipped}
+
+
+def recovery(t: float) -> dict[str, Any]:
+    clock = {"until": t, "seconds": {"recovery.pull": 1.0}}
+    fields = {"source": "own vault", "bytes": 7, "steps_lost": 1, "phases": {"pull": 0.75, "restore": 0.25}}
+    return {"t": t, "event": "recovery", "rank": 0, "clock": clock, **fields}
+
+
+def answer(name: str = "n0", **changes: Any) -> dict[str, Any]:
+    members = {
+        other: {"address": f"10.0.0.{index}:7000", "role": "node", "state": "alive"}
+        for index, other in enumerate(("n0", "n1", "n2", "w"))
+    }
+    members["w"]["role"] = "witness"
+    rank = {"rank": 0, "pid": 1, "phase": "loop", "step": 30, "protected": 29, "told_s_ago": 0.5}
+    return {
+        "run_id": "job",
+        "members": members,
+        "view": VIEW,
+        "verdict": None,
+        "waiting": "",
+        "weaknesses": [],
+        "ranks": [rank],
+        "num_warm": 2,
+        "vault_bytes": 3 << 20,
+        "page": f"http://{name}:8600/",
+        "live": live_run().summary(105.0),
+        **changes,
+    }
+
+
+def test_live_counts_what_grows_over_the_processes_of_a_rank() -> None:
+    live = live_run()
+    assert live.copy_bytes == 1000 + 1500
+    assert live.recoveries == {"own vault": 1}
+    assert live.recovery_s == {("own vault", "pull"): 0.75, ("own vault", "restore"): 0.25}
+    assert live.transfer_bytes == {"own vault": 7}
+    assert live.verification_failures == {"corrupt": 1}
+    assert live.failures == {"process": 1}
+    assert live.lost_steps == 1
+
+
+def test_live_tells_the_last_minute_and_hour_apart() -> None:
+    live = live_run()
+    summary = live.summary(105.0 + 63)
+    assert summary["seconds"]["now"] == {}
+    assert summary["seconds"]["hour"]["useful"] == pytest.approx(2.6)
+    assert live.summary(105.0)["seconds"]["now"]["useful"] == pytest.approx(2.6)
+    assert summary["fetch_p95_s"] == 0.1
+
+
+def test_metrics_are_what_prometheus_reads_in_base_units_without_ranks() -> None:
+    text = exposition(live_run(), answer(), "1.2").decode()
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    values = {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in families.values()
+        for sample in family.samples
+    }
+    assert values["p2pstate_build_info", "1.2"] == 1
+    assert values["p2pstate_failures_total", "process"] == 1
+    assert values["p2pstate_recovery_seconds_total", "pull", "own vault"] == 0.75
+    assert values["p2pstate_copy_bytes_total",] == 2500
+    assert values["p2pstate_lost_steps_total",] == 1
+    assert values["p2pstate_verification_failures_total", "corrupt"] == 1
+    assert values["p2pstate_protected_lag_steps",] == 1
+    assert values["p2pstate_members", "node", "alive"] == 3
+    assert values["p2pstate_fetch_seconds_count",] == 3
+    assert values["p2pstate_fetch_seconds_bucket", "+Inf"] == 3
+    assert values["p2pstate_fetch_seconds_sum",] == pytest.approx(0.4)
+    assert 0 < values["p2pstate_goodput_ratio",] < 1
+    assert sum(v for (name, *_), v in values.items() if name == "p2pstate_wall_seconds_total") == pytest.approx(5)
+    for family in families.values():
+        assert family.documentation.endswith(".")
+        assert re.fullmatch(r"p2pstate_[a-z_]+", family.name)
+        assert not re.search(r"_(ms|kb|mb|minutes|percent)\b", family.name)
+        assert all("rank" not in sample.labels for sample in family.samples)
+
+
+def test_metrics_without_the_library_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ValueError, match=r"pip install 'p2pstate\[metrics\]'"):
+        exposition(live_run(), answer(), "1")
+
+
+def test_nodes_are_put_together() -> None:
+    run = merge({"n0": answer("n0"), "n1": answer("n1", ranks=[{**answer()["ranks"][0], "rank": 1, "protected": 28}])})
+    assert [(rank["rank"], rank["node"]) for rank in run["ranks"]] == [(0, "n0"), (1, "n1")]
+    assert [(node["name"], node["part"], node["answered"]) for node in run["nodes"]] == [
+        ("n0", "training", True),
+        ("n1", "training", True),
+        ("n2", "spare", False),
+        ("w", "witness", False),
+    ]
+    assert len(run["incidents"]) == 1
+    assert run["goodput"]["run"]["seconds"]["useful"] == pytest.approx(2 * 2.6)
+
+
+def test_incident_is_told_as_the_node_does_that_knows_most() -> None:
+    """A spare saw the death and nothing of the recovery."""
+    vague = {"round": 1, "s_ago": 4.0, "cause": "node", "reason": "n1 is gone", "replaced": [], "source": "none"}
+    vague |= {"bytes": 0, "steps_lost": 0, "seconds": None, "phases": {"detect": 0.1}}
+    live = answer()["live"] | {"incidents": [vague]}
+    for order in (("n0", "n2"), ("n2", "n0")):
+        answers = {"n0": answer(), "n2": answer("n2", live=live, ranks=[])}
+        (incident,) = merge({name: answers[name] for name in order})["incidents"]
+        assert (incident["cause"], incident["source"], incident["steps_lost"]) == ("node", "own vault", 1)
+        assert incident["seconds"] is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "text"),
+    [
+        ({}, "n0", "n2 takes its ranks, all resume step 29"),
+        ({"view": VIEW | {"spares": []}}, "n0", "waits for a node, then all resume step 29"),
+        ({}, "n2", "0 spare nodes left"),
+        ({}, "w", "with a vote less"),
+        ({"view": VIEW | {"places": ["n0"], "spares": []}}, "n0", "the run is lost"),
+        ({"view": VIEW | {"places": ["n0"]}}, "n1", "no part in the run"),
+        ({"ranks": []}, "n0", "not protected yet"),
+    ],
+)
+def test_page_says_what_happens_if_a_node_dies_now(changes: dict[str, Any], name: str, text: str) -> None:
+    run = merge({"n0": answer(**changes)})
+    assert text in next(node for node in run["nodes"] if node["name"] == name)["if_it_dies"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "well", "text"),
+    [
+        ({}, True, "training, protected"),
+        ({"waiting": "1 of 2 nodes"}, False, "waiting for a node"),
+        ({"view": None}, False, "waiting for the first nodes"),
+        ({"verdict": {"code": 75, "text": "given up"}}, False, "ended: given up"),
+        ({"verdict": {"code": 0, "text": "finished"}}, True, "ended: finished"),
+        ({"ranks": []}, False, "not protected yet"),
+    ],
+)
+def test_page_begins_with_the_state_of_the_run(changes: dict[str, Any], well: bool, text: str) -> None:
+    run = merge({"n0": answer(**changes)})
+    assert headline(run)[0] is well
+    assert text in headline(run)[1]
+    assert text in as_page(run, "n0")
+
+
+def test_page_links_the_others_loads_nothing_and_escapes() -> None:
+    evil = answer("n1", page='http://x/"><script>', weaknesses=["<script>alert(1)</script>"], ranks=[])
+    page = as_page(merge({"n0": answer(), "n1": evil}), "n0")
+    assert 'href="http://x/&quot;&gt;&lt;script&gt;"' in page
+    assert "<script" not in page
+    assert not re.findall(r"src=|@import|url\(|<link", page)
+    assert "n0 (this page)" in page
+    assert "SIGKILL" in page
