@@ -88,6 +88,7 @@ Layout, from the top down (a file imports only what stands above it):
     rehearsal.py            what a newcomer does alone
     saving.py               which version goes to disk
     user_errors.py          what an exception in a step means
+    loop_exit.py            how a for loop ends
     hooks.py                what all ranks do between steps
     protection.py           what is captured when, and kept
     resume.py               a checkpoint -> the live state

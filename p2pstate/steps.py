@@ -20,7 +20,7 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from p2pstate.gradients import discard_gradients
 from p2pstate.groups.gate import Ballot
 from p2pstate.groups.status import STATUS
 from p2pstate.hooks import Hooks
+from p2pstate.loop_exit import LoopIterator, leaves_by_exception, looping_code
 from p2pstate.observe.meter import METER
 from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
@@ -42,7 +43,7 @@ from p2pstate.state import TrainingState
 from p2pstate.stepping import Stepping
 from p2pstate.trace import Doing
 from p2pstate.types import NOTHING_RAISED
-from p2pstate.user_errors import clear_wrappers, describe, leaves_by_exception, looping_code, signature
+from p2pstate.user_errors import clear_wrappers, describe, signature
 from p2pstate.worker.context import WorkerContext
 from p2pstate.worker.farewell import GRACE_S
 
@@ -93,6 +94,7 @@ class Loop:
         self._in_block = False
         self._turn_open = False
         self._where = ""
+        self._closing = False  # the user has called close() of what the loop runs on
         self._discard_pending = False
         self._block_began = 0.0
 
@@ -112,6 +114,16 @@ class Loop:
 
     def run(self, train_step: Callable[..., Any], steps: int | None) -> Iterator[tuple[int, Any]]:
         """See Replicator.run."""
+        return LoopIterator(self._run(train_step, steps), self._close)
+
+    def batches(self, steps: int | None) -> Iterator[Any]:
+        """See Replicator.batches."""
+        return LoopIterator((batch[0] if batch else None for batch in self._turns(steps)), self._close)
+
+    def _close(self) -> None:
+        self._closing = True
+
+    def _run(self, train_step: Callable[..., Any], steps: int | None) -> Generator[tuple[int, Any], None, None]:
         for batch in self._turns(steps):
             block = self.block("state.run")
             value: Any = None
@@ -122,11 +134,6 @@ class Loop:
                 self.replaying = block.again
                 yield block.number, value
 
-    def batches(self, steps: int | None) -> Iterator[Any]:
-        """See Replicator.batches."""
-        for batch in self._turns(steps):
-            yield batch[0] if batch else None
-
     def block(self, where: str) -> StepBlock:
         """The next block, not yet begun."""
         number = self._rehearsals.num_steps if self._must_join else self.step
@@ -135,7 +142,7 @@ class Loop:
     def _turns(self, steps: int | None) -> Iterator[tuple[Any, ...]]:
         """The arguments of one block per turn, until ``steps`` steps are committed or the data ends."""
         self._enter_loop()
-        done, code = False, looping_code()
+        done, code, self._closing = False, looping_code(), False
         try:
             while not done:
                 faulted = STATUS.error is not None or self._discard_pending
@@ -170,7 +177,7 @@ class Loop:
                 self._turn_open = STATUS.between_steps = False
         except GeneratorExit:
             self._turn_open = STATUS.between_steps = False
-            if self._context.failing or leaves_by_exception(code):
+            if self._context.failing or (leaves_by_exception(code) and not self._closing):
                 self._context.unfinished = self._left
             else:
                 self._left()

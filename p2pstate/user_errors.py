@@ -11,27 +11,17 @@ leaves the layout of its buckets as it is on the other ranks.
 
 from __future__ import annotations
 
-import dis
-import inspect
-import sys
 import traceback
 from collections.abc import Iterable, Iterator
-from types import CodeType, FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["clear_wrappers", "describe", "leaves_by_exception", "looping_code", "signature"]
+__all__ = ["clear_wrappers", "describe", "signature"]
 
-_DROPS = (
-    "POP_TOP",
-    "POP_ITER",
-    "END_FOR",
-    "STORE_",
-    "DELETE_",
-)  # how instructions begin that end a loop, or a variable
 _BACKWARD = "_engine_run_backward"  # torch.autograd.graph: every backward pass runs inside of it
 
 
@@ -45,28 +35,6 @@ def signature(error: BaseException) -> str:
     frames = list(_frames(error.__traceback__))
     where = f"{frames[-1].tb_frame.f_code.co_filename}:{frames[-1].tb_lineno}" if frames else "nowhere"
     return f"{type(error).__module__}.{type(error).__qualname__} at {where}"
-
-
-def looping_code() -> CodeType:
-    """The code whose loop runs on the generator that asks, past generators in between (progress bars)."""
-    return _looping_frame().f_code
-
-
-def leaves_by_exception(code: CodeType) -> bool:
-    """To be asked by a generator that is being closed: whether ``code``, whose loop ran on it, ends by an exception.
-
-    ``break`` and ``return`` drop a loop's iterator in an instruction of their own, an exception does so wherever it was
-    raised. Nothing else tells them apart in time: the exception is nobody's yet. False if somebody else drops it.
-    """
-    frame = _looping_frame()
-    return frame.f_code is code and not dis.opname[code.co_code[frame.f_lasti]].startswith(_DROPS)
-
-
-def _looping_frame() -> FrameType:
-    frame = sys._getframe(1)
-    while frame.f_back is not None and (frame.f_globals is globals() or frame.f_code.co_flags & inspect.CO_GENERATOR):
-        frame = frame.f_back
-    return frame
 
 
 def clear_wrappers(models: Iterable[nn.Module], error: BaseException) -> bool:
