@@ -8,6 +8,8 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Protocol
 
+from torch.optim import Optimizer
+
 from p2pstate.groups.gate import Ballot
 
 __all__ = ["StepBlock"]
@@ -28,6 +30,7 @@ class StepBlock:
         self.committed = False
         self.again = False  # committed before in this process, and done again after a fault
         self.boundary = False  # an optimizer was stepped, or a loss scaler declined to
+        self.stepped: set[Optimizer] = set()  # those that were, or would have been
         self.voted: Ballot | None = None  # the outcome of the newest vote in this block
         self.num_gates = 0  # how often an optimizer, or a loss scaler for one, came to a vote
         self.num_collectives_before = 0  # of all groups, when the first of these votes had passed

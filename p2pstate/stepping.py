@@ -66,6 +66,7 @@ class Stepping:
             if block is None:
                 return stock(*args, **kwargs)
             num_gates = block.num_gates
+            block.stepped.add(args[0] if args else kwargs["optimizer"])
             result = stock(*args, **kwargs)
             if self._rehearsing:
                 block.boundary = True
@@ -83,6 +84,7 @@ class Stepping:
         block = self._block
         if block is None:
             return None
+        block.stepped.add(optimizer)
         if self._rehearsing:
             block.boundary = True
             return None

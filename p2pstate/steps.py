@@ -73,6 +73,7 @@ class Loop:
     ) -> None:
         self._context = context
         self._link = context.link
+        self._state = state
         self._models = list(models)
         self._feed = Feed(data, position)
         self._stepping = Stepping(optimizers, protection, vote_timeout_s)
@@ -272,6 +273,7 @@ class Loop:
 
     def _commit(self, block: StepBlock, voted: Ballot) -> None:
         block.committed = STATUS.between_steps = True
+        self._state.stepped(block.stepped)
         block.again = block.number <= self._newest_yielded
         self.step = block.number
         STATUS.trace.commit(self.step)

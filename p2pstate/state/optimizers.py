@@ -6,7 +6,8 @@ Invariants: ``optimizer.state`` and ``optimizer.param_groups`` are read and writ
 take a real step and ``load_state_dict`` casts state to the parameter's dtype. "No state yet" (no entry) stays distinct
 from an empty entry. Groups have to hold the same parameters in the same order as when captured; groups at the end that
 were added since then go, and those that are missing here are added. Of a ZeroRedundancyOptimizer each rank has the
-state that the optimizer inside it keeps, and nobody else has that.
+state that the optimizer inside it keeps, and nobody else has that. Gradients are state only while they accumulate from
+one step to the next, that is, while the optimizer is not stepped in every step.
 Known limits: what an optimizer keeps outside ``state`` and ``param_groups`` is not seen; a ZeroRedundancyOptimizer
 with ``overlap_with_ddp`` is refused; state that is a tensor subclass needs one live tensor of that class.
 """
@@ -38,14 +39,19 @@ class PlannedOptimizer:
 
     state: dict[Any, Any]
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
+    gradients: dict[Any, torch.Tensor]
 
 
 class OptimizerState:
-    """``named`` is always (name, holders) of the live parameters by id, ``prefix`` "optimizer" or "optimizer0"."""
+    """``named`` is always (name, holders) of the live parameters by id, ``prefix`` "optimizer" or "optimizer0".
+
+    ``accumulating``: it did not take part in the newest step, so its gradients are part of the state.
+    """
 
     def __init__(self, optimizer: Optimizer, prefix: str) -> None:
         self.optimizer = optimizer
         self.prefix = prefix
+        self.accumulating = False
         self._num_groups = len(optimizer.param_groups)  # as it was built: more may come and go
         self._divided = any(
             kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__
@@ -66,6 +72,7 @@ class OptimizerState:
     def collect(self, collector: Collector, named: Mapping[int, tuple[str, Holders]]) -> dict[str, Any]:
         groups = []
         state: dict[str, Any] = {}
+        gradients: dict[str, Any] = {}
         live = self.local.state
         num_found = 0
         for index, group in enumerate(self.optimizer.param_groups):
@@ -80,10 +87,12 @@ class OptimizerState:
                     path = f"{self.prefix}/{name}"
                     alike = collector.own if self._divided else holders
                     state[name] = self._flat.tree(collector, live[parameter], path, parameter, alike)
+                if self.accumulating and parameter.grad is not None:
+                    gradients[name] = collector.tree(parameter.grad, (f"{self.prefix}/:gradients", name))
             groups.append({"params": names, "values": values})
         others = {} if num_found == len(live) else dict(self._others(live, named))
         more = {key: collector.tree(others[key], (f"{self.prefix}/:state", key)) for key in sorted(others)}
-        return {"groups": groups, "state": state, "others": more}
+        return {"groups": groups, "state": state, "others": more, "gradients": gradients}
 
     def _name(
         self, named: Mapping[int, tuple[str, Holders]], parameter: torch.Tensor, index: int
@@ -154,7 +163,12 @@ class OptimizerState:
             own = {key: value for key, value in here.items() if key not in _IDENTITY}
             values = rebuilder.tree(group["values"], own, (f"{self.prefix}/:groups", index), None)
             groups.append(({name: parameters[name] for name in group["params"]}, values))
-        return PlannedOptimizer(content, groups)
+        gradients = {}
+        for name, tree in saved["gradients"].items():
+            parameter = self._owner(parameters, name)
+            path = (f"{self.prefix}/:gradients", name)
+            gradients[parameter] = rebuilder.tree(tree, parameter.grad, path, parameter)
+        return PlannedOptimizer(content, groups, gradients)
 
     def apply(self, planned: PlannedOptimizer) -> None:
         """Make the live optimizer hold exactly what was planned; groups at the end come and go."""
@@ -174,6 +188,9 @@ class OptimizerState:
                 group.update(kept | values)
         local.state.clear()
         local.state.update(planned.state)
+        for parameter, gradient in planned.gradients.items():
+            parameter.grad = gradient
+        self.accumulating = bool(planned.gradients)
 
     def _owner(self, parameters: Mapping[str, Any], name: str) -> Any:
         if name not in parameters:

@@ -141,11 +141,11 @@ def _check_structure(saved: Any) -> None:
 
 
 def _is_optimizer(tree: Any) -> bool:
-    sections = {"groups": list, "state": dict, "others": dict}
+    sections = {"groups": list, "state": dict, "others": dict, "gradients": dict}
     return (
         isinstance(tree, dict)
         and all(isinstance(tree.get(key), kind) for key, kind in sections.items())
-        and all(type(key) is str for key in (*tree["state"], *tree["others"]))
+        and all(type(key) is str for key in (*tree["state"], *tree["others"], *tree["gradients"]))
         and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in tree["groups"])
         and all(isinstance(g.get("values"), dict) for g in tree["groups"])
     )
@@ -178,6 +178,8 @@ def names_in(saved: Any) -> set[str]:
             wanted.update(references(tree, f"{prefix}/{name}"))
         for key, tree in optimizer["others"].items():
             wanted.update(references(tree, (f"{prefix}/:state", key)))
+        for name, tree in optimizer["gradients"].items():
+            wanted.update(references(tree, (f"{prefix}/:gradients", name)))
         for index, group in enumerate(optimizer["groups"]):
             wanted.update(references(group["values"], (f"{prefix}/:groups", index)))
     for section in ("extra_state", "objects"):

@@ -3,14 +3,14 @@
 In: models, optimizers, objects, a dict of the user's own. Out: ``Collected``, which aliases live memory.
 Invariants: ``collect`` copies no tensor data, fires no hook, draws no random number and changes nothing; equal states
 of equal objects give equal names and equal ``values``. It looks at the live objects anew each time.
-Known limits: what a program keeps elsewhere (closures, module attributes, gradients between steps) is not seen: keep
-it in ``extra`` or in an object with ``state_dict``.
+Known limits: what a program keeps elsewhere (closures, module attributes, gradients of parameters in no optimizer) is
+not seen: keep it in ``extra`` or in an object with ``state_dict``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -131,6 +131,11 @@ class TrainingState:
         """The leaves (or, of tensors made of several, the beginnings of their names) that are parameters."""
         named = (each for model in self._live.models for each in model.tensors())
         return {name for name, tensor, _ in named if isinstance(tensor, nn.Parameter)}
+
+    def stepped(self, optimizers: Collection[Optimizer]) -> None:
+        """These took part in the newest step. The gradients of the others are accumulating, so they are captured."""
+        for each in self._live.optimizers:
+            each.accumulating = each.optimizer not in optimizers
 
     def expected_growth(self) -> Iterator[tuple[int, Holders, torch.device]]:
         """(bytes, holders, device) of optimizer state that is yet to be made, as far as it can be foreseen."""

@@ -477,3 +477,26 @@ def test_restore_makes_state_of_a_subclass_that_the_state_of_another_parameter_h
     made = optimizer.state[model[2].bias]["codes"]
     assert type(made) is Codes
     assert (made.dtype, made.codes.tolist(), made.scale.item()) == (torch.bfloat16, [1, 1], 3.5)
+
+
+def test_gradients_of_an_optimizer_that_was_not_stepped_are_state_and_those_of_others_are_not() -> None:
+    model = net()
+    one, other = torch.optim.SGD(model[0].parameters(), lr=0.1), torch.optim.SGD(model[2].parameters(), lr=0.1)
+    state = state_of(model, one, other)
+    model(torch.ones(2, 3)).sum().backward()
+    assert not any(":gradients" in name for name in image_of(state).tensors)
+    state.stepped({one})
+    image = image_of(state)
+    found = {name: tensor for name, tensor in image.tensors.items() if ":gradients" in name}
+    assert sorted(found) == [f"optimizer1/:gradients/model~12.{name}" for name in ("bias", "weight")]
+    wanted = model[2].weight.grad.clone()
+
+    newcomer = net()
+    optimizers = [torch.optim.SGD(newcomer[index].parameters(), lr=0.1) for index in (0, 2)]
+    state = state_of(newcomer, *optimizers)
+    restore(state, image)
+    assert newcomer[0].weight.grad is None
+    assert torch.equal(newcomer[2].weight.grad, wanted)
+    assert_same(image_of(state), image)  # captured again before the next step, it still is state
+    state.stepped(optimizers)
+    assert not any(":gradients" in name for name in image_of(state).tensors)

@@ -112,6 +112,32 @@ def every_third(options: argparse.Namespace) -> None:
     run.save([for_generator, for_critic])
 
 
+def accumulating(options: argparse.Namespace) -> None:
+    """One loss, two optimizers; the gradients of the second add up over three steps, through several versions."""
+    run = Run(options, sharded=options.sharded)
+    often = torch.optim.AdamW([*run.model.first.parameters(), *run.model.norm.parameters()], lr=0.01)
+    seldom = torch.optim.SGD(run.model.last.parameters(), lr=0.05, momentum=0.9)
+    state = p2pstate.Replicator(run.net, often, seldom, data=run.loader)
+
+    def train_step(batch: Batch) -> Tensor:
+        run.begin(state, batch, batch.number)
+        often.zero_grad()
+        loss = run.loss(batch)
+        loss.backward()
+        often.step()
+        run.points.reach("between")
+        if batch.number % 3 == 0:
+            seldom.step()
+            seldom.zero_grad()
+        run.points.reach("end")
+        return loss.detach()
+
+    for step, loss in state.run(train_step, steps=NUM_STEPS):
+        run.record.committed(step, loss.item())
+    assert run.model.last.bias.grad is not None
+    run.save([often, seldom], gradient=run.model.last.weight.grad)
+
+
 def ppo(options: argparse.Namespace) -> None:
     """Several epochs over one batch in one block: clipping and stepping each time."""
     run = Run(options, sharded=True)
@@ -270,7 +296,8 @@ def scaler_skips(options: argparse.Namespace) -> None:
 
 
 FORMS: dict[str, Callable[[argparse.Namespace], None]] = {
-    form.__name__: form for form in (gan, every_third, ppo, line_search, zero_redundancy, in_backward, scaler_skips)
+    form.__name__: form
+    for form in (gan, every_third, accumulating, ppo, line_search, zero_redundancy, in_backward, scaler_skips)
 }
 
 
