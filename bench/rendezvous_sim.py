@@ -41,7 +41,7 @@ from rendezvous.types import Member, MemberKey, View
 from rendezvous.wire import Envelope, encode
 
 MAX_CORES = 1000
-CORES_AMONG_STAND_INS = 60
+CORES_AMONG_STAND_INS = 20
 NUM_CONNECTIONS = 128  # a crash breaks as many of its connections
 RUN = "simulation"
 DEADLINE_S = 60.0
