@@ -1,4 +1,4 @@
-"""examples/train_huggingface.py: a killed rank and a killed node, compared bit for bit with an undisturbed run."""
+"""Examples with trainers of other projects: a killed rank and a killed node, and the same bits as undisturbed."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ import torch
 from cluster import Cluster
 from outcome import Comparison, compare_states
 
-pytest.importorskip("transformers", minversion="5", reason="transformers (extra huggingface) is not installed")
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WITHIN_S = 180.0
-NUM_STEPS = 60  # four epochs of 15 steps, each of two micro-batches
-PROCESS_DIES_AT, NODE_DIES_AT = 12, 35
+TRAINERS = [
+    ("transformers", "train_huggingface.py", 60),  # four epochs of 15 steps, each of two micro-batches
+    ("lightning", "train_fabric.py", 400),
+]
 
 
-def train(folder: Path, fork_server: dict[str, str], *, faults: bool) -> Path:
+def train(folder: Path, name: str, num_steps: int, fork_server: dict[str, str], *, faults: bool) -> Path:
     path = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)])
-    script = [str(EXAMPLES / "train_huggingface.py"), "--steps", str(NUM_STEPS), "--out", str(folder / "out")]
+    script = [str(EXAMPLES / name), "--steps", str(num_steps), "--out", str(folder / "out")]
+    process_dies_at, node_dies_at = num_steps // 5, num_steps // 2
     options = {"num_training": 2, "num_spares": int(faults), "num_workers": 1}
     with Cluster(folder, script, **options, environ={**fork_server, "PYTHONPATH": path}) as run:
         deadline = time.monotonic() + WITHIN_S
@@ -36,10 +37,10 @@ def train(folder: Path, fork_server: dict[str, str], *, faults: bool) -> Path:
                     pids[event["rank"]] = event["pid"]
                 elif event["event"] == "view":
                     places = event["places"]
-                elif event["event"] == "step" and to_come[:1] == ["process"] and event["step"] >= PROCESS_DIES_AT:
+                elif event["event"] == "step" and to_come[:1] == ["process"] and event["step"] >= process_dies_at:
                     run.kill_process(pids[1])
                     to_come.pop(0)
-                elif event["event"] == "step" and to_come == ["node"] and event["step"] >= NODE_DIES_AT:
+                elif event["event"] == "step" and to_come == ["node"] and event["step"] >= node_dies_at:
                     run.kill_node(places[0])
                     to_come.pop(0)
             time.sleep(0.02)
@@ -48,11 +49,13 @@ def train(folder: Path, fork_server: dict[str, str], *, faults: bool) -> Path:
     return folder / "out"
 
 
-def test_huggingface_trainer_ends_with_the_same_bits_after_a_lost_rank_and_a_lost_node(
-    tmp_path: Path, fork_server: dict[str, str]
+@pytest.mark.parametrize(("package", "name", "num_steps"), TRAINERS)
+def test_trainer_ends_with_the_same_bits_after_a_lost_rank_and_a_lost_node(
+    tmp_path: Path, fork_server: dict[str, str], package: str, name: str, num_steps: int
 ) -> None:
-    undisturbed = train(tmp_path / "undisturbed", fork_server, faults=False)
-    faulted = train(tmp_path / "faulted", fork_server, faults=True)
+    pytest.importorskip(package)
+    undisturbed = train(tmp_path / "undisturbed", name, num_steps, fork_server, faults=False)
+    faulted = train(tmp_path / "faulted", name, num_steps, fork_server, faults=True)
     compared = Comparison()
     for rank in range(2):
         left, right = (torch.load(folder / f"rank{rank}.pt") for folder in (faulted, undisturbed))
