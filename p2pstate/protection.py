@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from p2pstate.capture import Capturer
 from p2pstate.groups.gate import Ballot
-from p2pstate.groups.registry import REGISTRY
+from p2pstate.groups.registry import GATE, REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.groups.waiting import ABANDON_AFTER_S
 from p2pstate.observe.meter import METER
@@ -46,6 +46,7 @@ class Protection:
         self.settings = settings
         self.replicas = Replicas(context.rank, settings.verify_replicas)
         self._compare_timeout_s = compare_timeout_s
+        self._compared: Version | None = None  # the state whose replicas were compared last
         self._context = context
         self._state = state
         self.stats = ProtectionStats()
@@ -118,7 +119,7 @@ class Protection:
         transport = REGISTRY.replication
         if STATUS.echoing or transport is None:
             return
-        if self.replicas.is_due(step):
+        if self.replicas.is_due(step) and self._compared != (epoch, step):
             self._compare_replicas(epoch, step)
         if not self._course.due:
             return
@@ -139,7 +140,7 @@ class Protection:
             self._shipper.ship(images, keep, transport, began, prepare)
             for image in images:
                 if image.live is not None:
-                    image.live.settle(LEAN_PATIENCE_S, lambda: STATUS.error is not None)
+                    image.live.settle(LEAN_PATIENCE_S, _is_over)
         self.stats.capture_s.append(time.monotonic() - began)
         self.stats.num_captured += 1
         self.stats.num_own_bytes = sum(image.num_bytes for image in images if image.part.kind == "own")
@@ -149,9 +150,9 @@ class Protection:
         """Do all that should hold the same bytes do so? At the beginning, what differs is shipped from now on."""
         assert REGISTRY.make_store is not None
         store = PrefixStore(f"replicas/{step}", REGISTRY.make_store(epoch))
-        confirming = self.replicas.confirming
+        confirming, self._compared = self.replicas.confirming, Version(epoch, step)
         try:
-            with METER.inside("protection"):
+            with METER.inside("protection"), STATUS.trace.row(GATE).inside("replicas"):
                 found = self.replicas.compare(self._state.collect(), store, self._compare_timeout_s)
         except Exception as error:  # the round is over, or a rank did not come
             STATUS.fail(error)
@@ -225,3 +226,8 @@ class Protection:
     def _shipping_failed(self, epoch: int, error: Exception) -> None:
         if STATUS.error is None and epoch == STATUS.epoch and self._context.in_loop:
             self._context.link.send("error", epoch=epoch, text=f"replication: {error}")
+
+
+def _is_over() -> bool:
+    STATUS.trace.poll()
+    return STATUS.error is not None

@@ -138,7 +138,7 @@ class Replicator:
         _check_run(context, state, settings, recovery_timeout_s)
         context.copies = copies
         context.tell_copies()
-        protection = Protection(context, state, settings, recovery_timeout_s)
+        protection = Protection(context, state, settings, compare_timeout_s=group.timeout.total_seconds())
         self._loop = Loop(
             context,
             state,
