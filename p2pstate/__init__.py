@@ -132,6 +132,7 @@ Layout, from the top down (a file imports only what stands above it):
     data/order.py
     data/split.py
     data/sampler.py
+    data/files.py
     data/shards.py
     data/tokens.py
     data/pack.py

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from p2pstate.data.cache import CachedFiles
+    from p2pstate.data.files import DataChanged
     from p2pstate.data.loader import Loader
     from p2pstate.data.order import Mixture, Shuffled
     from p2pstate.data.pool import LoaderError
     from p2pstate.data.sampler import Sampler
-    from p2pstate.data.shards import DataChanged
     from p2pstate.data.tokens import MmapTokens
 
 __all__ = ["CachedFiles", "DataChanged", "Loader", "LoaderError", "Mixture", "MmapTokens", "Sampler", "Shuffled"]
 
 _MODULES = {
     "CachedFiles": "cache",
-    "DataChanged": "shards",
+    "DataChanged": "files",
     "Loader": "loader",
     "LoaderError": "pool",
     "Mixture": "order",

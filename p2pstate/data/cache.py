@@ -21,29 +21,19 @@ import threading
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from p2pstate.data.chunks import BLOCK_BYTES, Copy, CopyFolder, NoRoomError
 from p2pstate.data.counters import count
+from p2pstate.data.files import DataChanged, OpenFile
 from p2pstate.data.remote import Identity, Remote
-from p2pstate.data.shards import DataChanged
 
-__all__ = ["CachedFiles", "Source"]
+__all__ = ["CachedFiles"]
 
 logger = logging.getLogger("p2pstate.data")
 
 OTHERS_WITHIN_S = 60.0  # how long another process may take for a chunk before this one reads it for itself
 FIRST_POLL_S, LAST_POLL_S = 0.001, 0.05
-
-
-class Source(Protocol):
-    """A file as ranges of bytes."""
-
-    num_bytes: int
-
-    def read(self, start: int, end: int) -> bytes: ...
-
-    def close(self) -> None: ...
 
 
 class CachedFiles:
@@ -89,8 +79,15 @@ class CachedFiles:
         finally:
             source.close()
 
-    def source(self, url: str | os.PathLike[str]) -> Source:
-        """The file as ranges of bytes. Fetching the rest of it begins now. The holder closes it."""
+    def read_if_there(self, url: str | os.PathLike[str]) -> bytes | None:
+        """The whole file; None if it does not exist."""
+        try:
+            return self.read(url)
+        except FileNotFoundError:
+            return None
+
+    def source(self, url: str | os.PathLike[str], *, whole: bool = True) -> OpenFile:
+        """The file as ranges of bytes. ``whole``: the rest of it comes in the background. The holder closes it."""
         remote, identity = self._known(url)
         try:
             copy = self._folder.open(identity, self._chunk_bytes, to_read=True)
@@ -100,7 +97,7 @@ class CachedFiles:
             )
             return _Direct(remote, identity)
         source = _Cached(self, remote, copy)
-        if not copy.is_complete():
+        if whole and not copy.is_complete():
             self._ask(identity, min(self._num_threads, copy.num_chunks))
         return source
 
@@ -204,7 +201,12 @@ class _Direct:
     """Without a copy."""
 
     def __init__(self, remote: Remote, identity: Identity) -> None:
-        self._remote, self.num_bytes = remote, identity.num_bytes
+        self._remote, self._identity = remote, identity
+        self.num_bytes = identity.num_bytes
+        self.stamp = (identity.num_bytes, identity.mark)
+
+    def mark(self) -> str:
+        return self._identity.digest
 
     def read(self, start: int, end: int) -> bytes:
         count("cache_misses")
@@ -220,6 +222,10 @@ class _Cached:
         self._files, self._remote, self._copy = files, remote, copy
         self._confirmed = copy.is_confirmed
         self.num_bytes = copy.identity.num_bytes
+        self.stamp = (copy.identity.num_bytes, copy.identity.mark)
+
+    def mark(self) -> str:
+        return self._copy.identity.digest
 
     def read(self, start: int, end: int) -> bytes:
         copy = self._copy
@@ -288,7 +294,7 @@ class _Cached:
 
 
 class _Raw(io.RawIOBase):
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: OpenFile) -> None:
         self._source, self._at = source, 0
 
     def readable(self) -> bool:

@@ -21,7 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
-from p2pstate.data.shards import DTYPES, ends_of, fingerprint, full_digest, sidecar_of
+from p2pstate.data.files import LocalFile, full_digest
+from p2pstate.data.shards import DTYPES, ends_of, sidecar_of
 
 __all__ = ["Packed", "bytes_of", "load_tokenizer", "pack", "show"]
 
@@ -101,17 +102,19 @@ def pack(
             file.flush()
             os.fsync(file.fileno())
             size_bytes = file.tell()
-            marks, digest = fingerprint(file.fileno(), size_bytes), full_digest(file.fileno())
+        written = LocalFile(partial)
+        marks, digest = written.mark(), full_digest(written)
+        written.close()
         if num_tokens == 0:
             raise ValueError("the input holds no tokens: nothing was written")
         described = {"dtype": dtype, "num_tokens": num_tokens, "num_documents": len(ends), "size_bytes": size_bytes}
         described |= {"fingerprint": marks, "digest": digest}
-        sidecar_of(output).unlink(missing_ok=True)  # of an earlier file of this name
+        Path(sidecar_of(output)).unlink(missing_ok=True)  # of an earlier file of this name
         partial_ends = output.with_name(f"{output.name}.{os.getpid()}.npy")
         np.save(partial_ends, np.asarray(ends, dtype="<u8"))
         os.replace(partial_ends, ends_of(output))
         os.replace(partial, output)
-        _write_atomically(sidecar_of(output), json.dumps(described) + "\n")
+        _write_atomically(Path(sidecar_of(output)), json.dumps(described) + "\n")
     finally:
         partial.unlink(missing_ok=True)
     return Packed(output, len(ends), num_tokens)

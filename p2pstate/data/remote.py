@@ -16,7 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from p2pstate.data.shards import DataChanged
+import xxhash
+
+from p2pstate.data.files import DataChanged
 
 __all__ = ["Identity", "Remote"]
 
@@ -37,6 +39,11 @@ class Identity:
     url: str
     num_bytes: int
     mark: str
+
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits."""
+        return xxhash.xxh3_64_hexdigest(f"{self.num_bytes}:{self.mark}".encode())
 
 
 class Remote:

@@ -1,78 +1,56 @@
 """Files of raw tokens, read as one long array without ever mapping them.
 
-In: paths of .bin (raw) or .npy files of uint8, uint16 or uint32. Out: any range of their tokens; a fingerprint.
-Invariants: files are opened read-only and never written. Bytes come by pread(2): a file that was truncated is a short
-read and an error that names it, not a SIGBUS; the page cache is the only copy, so the process's memory stays flat. A
-window of 4 KiB as a tensor takes 5.5 us of processor time, through a memory map 2.2 (bench/data.py). At each read the
-file still has the size and time of modification it had when it was opened.
-Known limit: the fingerprint reads 64 blocks of 4 KiB per file, so that opening is O(1); a change of other bytes that
-keeps size and modification time is found by ``check_all`` (files written by ``p2pstate data pack``) and not before.
+In: paths of .bin (raw) or .npy files of uint8, uint16 or uint32, here or, through ``CachedFiles``, anywhere. Out: any
+range of their tokens; a fingerprint of each file.
+Invariants: what is read is what was opened, or DataChanged names the file (files.py); the page cache is the only copy,
+so the process's memory stays flat. A window of 4 KiB as a tensor takes 5.5 us of processor time, through a memory map,
+where a truncated file is a SIGBUS, 2.2 (bench/data.py).
+Known limits: a local file's fingerprint is of its size and 64 blocks; a change of other bytes that keeps size and
+modification time is found by ``check_all`` (files written by ``p2pstate data pack``) and not before. A cached file's is
+of its size and etag or time of modification at the source. Opening asks the source for each file, one after the other.
 """
 
 from __future__ import annotations
 
 import bisect
+import io
 import itertools
 import json
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
-__all__ = ["DTYPES", "DataChanged", "Shards", "ends_of", "fingerprint", "full_digest", "sidecar_of"]
+from p2pstate.data.files import DataChanged, Files, LocalFiles, OpenFile, changed, full_digest
+
+__all__ = ["DTYPES", "DataChanged", "Shards", "ends_of", "sidecar_of"]
 
 DTYPES = {name: np.dtype(f"<{code}") for name, code in (("uint8", "u1"), ("uint16", "u2"), ("uint32", "u4"))}
-NUM_BLOCKS = 64
-BLOCK_BYTES = 4096
 MAX_OPEN_FILES = 128
-DIGEST_CHUNK_BYTES = 16 << 20
+MAX_NPY_HEADER_BYTES = 65536 + 12
 
 
-class DataChanged(RuntimeError):
-    """A data file is not what it was: the message names it. Training on would be training on something else."""
-
-
-def sidecar_of(path: Path) -> Path:
+def sidecar_of(path: str | os.PathLike[str]) -> str:
     """Where ``p2pstate data pack`` describes the file ``path``."""
-    return path.with_name(path.name + ".json")
+    return os.fspath(path) + ".json"
 
 
-def ends_of(path: Path) -> Path:
+def ends_of(path: str | os.PathLike[str]) -> str:
     """Where ``p2pstate data pack`` says where the documents in ``path`` end."""
-    return path.with_name(path.name + ".ends.npy")
-
-
-def fingerprint(descriptor: int, size_bytes: int) -> str:
-    """Of an open file: its size and evenly spaced blocks, the first and the last among them; in constant time."""
-    digest = xxhash.xxh3_64(str(size_bytes).encode())
-    last = max(0, size_bytes - BLOCK_BYTES)
-    for start in sorted({last * number // (NUM_BLOCKS - 1) for number in range(NUM_BLOCKS)}):
-        digest.update(os.pread(descriptor, BLOCK_BYTES, start))
-    return digest.hexdigest()
-
-
-def full_digest(descriptor: int) -> str:
-    """Of all bytes of an open file."""
-    digest, at = xxhash.xxh3_128(), 0
-    while piece := os.pread(descriptor, DIGEST_CHUNK_BYTES, at):
-        digest.update(piece)
-        at += len(piece)
-    return digest.hexdigest()
+    return os.fspath(path) + ".ends.npy"
 
 
 @dataclass(frozen=True, slots=True)
 class _Shard:
-    path: Path
+    path: str
     offset_bytes: int  # of the first token
     num_tokens: int
     size_bytes: int
-    modified_ns: int
+    stamp: tuple[int, Any]
     fingerprint: str
     digest: str | None  # of all bytes, from the sidecar
 
@@ -83,16 +61,20 @@ class Shards:
     Raises ValueError for files that are no token files, DataChanged for one that is not what its sidecar says.
     """
 
-    def __init__(self, paths: Sequence[str | os.PathLike[str]], *, dtype: str | None = None) -> None:
-        self._open_files: OrderedDict[int, int] = OrderedDict()
+    def __init__(
+        self, paths: Sequence[str | os.PathLike[str]], *, dtype: str | None = None, files: Files | None = None
+    ) -> None:
+        self._open_files: OrderedDict[int, OpenFile] = OrderedDict()
+        self._pid = os.getpid()
+        self._files = files or LocalFiles()
         if not paths:
             raise ValueError("no token files: give at least one .bin or .npy file")
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r}: token files hold {', '.join(DTYPES)}")
         self._shards: list[_Shard] = []
         found: set[np.dtype[Any]] = set()
-        for path in map(Path, paths):
-            shard, of_file = _look_at(path, dtype)
+        for path in paths:
+            shard, of_file = _look_at(self._files, os.fspath(path), dtype)
             self._shards.append(shard)
             found.add(of_file)
         if len(found) > 1:
@@ -102,7 +84,7 @@ class Shards:
         self.num_tokens = self._ends[-1]
 
     @property
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[str]:
         return [shard.path for shard in self._shards]
 
     @property
@@ -136,29 +118,31 @@ class Shards:
             return np.empty(0, dtype=self.dtype)
         shard, itemsize = self._shards[number], self.dtype.itemsize
         first = start - (self._ends[number] - shard.num_tokens)
-        descriptor = self._descriptor(number)
-        data = os.pread(descriptor, count * itemsize, shard.offset_bytes + first * itemsize)
-        status = os.fstat(descriptor)
-        if (
-            status.st_size != shard.size_bytes
-            or status.st_mtime_ns != shard.modified_ns
-            or len(data) != count * itemsize
-        ):
-            raise _changed(shard.path, shard.size_bytes, status.st_size, "since it was opened")
-        return np.frombuffer(data, dtype=self.dtype)
+        offset = shard.offset_bytes + first * itemsize
+        return np.frombuffer(self._open(number).read(offset, offset + count * itemsize), dtype=self.dtype)
+
+    def document_ends(self, number: int) -> NDArray[Any] | None:
+        """Where documents end in a file, counted from its beginning; None if nothing beside the file says so."""
+        data = self._files.read_if_there(ends_of(self._shards[number].path))
+        return np.load(io.BytesIO(data), allow_pickle=False) if data is not None else None
+
+    def prefetch(self, tokens: Iterable[int]) -> None:
+        """The files that hold these tokens will be read soon."""
+        numbers = dict.fromkeys(bisect.bisect_right(self._ends, token) for token in tokens)
+        self._files.prefetch(self._shards[number].path for number in numbers if number not in self._open_files)
 
     def check_all(self) -> None:
         """Read every byte and compare with what ``p2pstate data pack`` wrote. DataChanged names the first
         file that differs."""
         for number, shard in enumerate(self._shards):
             if shard.digest is None:
-                raise ValueError(f"{shard.path} has no {sidecar_of(shard.path).name} beside it to compare with")
-            if full_digest(self._descriptor(number)) != shard.digest:
-                raise _changed(shard.path, shard.size_bytes, shard.size_bytes, "since it was packed")
+                raise ValueError(f"{shard.path} has no {_name(sidecar_of(shard.path))} beside it to compare with")
+            if full_digest(self._open(number)) != shard.digest:
+                raise changed(shard.path, shard.size_bytes, shard.size_bytes, "since it was packed")
 
     def close(self) -> None:
         while self._open_files:
-            os.close(self._open_files.popitem()[1])
+            self._open_files.popitem()[1].close()
 
     def __del__(self) -> None:
         self.close()
@@ -166,58 +150,66 @@ class Shards:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_open_files": OrderedDict()}  # another process opens its own
 
-    def _descriptor(self, number: int) -> int:
-        descriptor = self._open_files.get(number)
-        if descriptor is None:
-            descriptor = os.open(self._shards[number].path, os.O_RDONLY | os.O_CLOEXEC)
-            self._open_files[number] = descriptor
-            if len(self._open_files) > MAX_OPEN_FILES:
-                os.close(self._open_files.popitem(last=False)[1])
-        else:
+    def _open(self, number: int) -> OpenFile:
+        if self._pid != os.getpid():  # connections do not survive a fork
+            self._pid = os.getpid()
+            self.close()
+        opened = self._open_files.get(number)
+        if opened is not None:
             self._open_files.move_to_end(number)
-        return descriptor
+            return opened
+        shard = self._shards[number]
+        opened = self._files.source(shard.path)
+        if opened.stamp != shard.stamp:
+            raise changed(shard.path, shard.size_bytes, opened.num_bytes, "since it was opened")
+        self._open_files[number] = opened
+        if len(self._open_files) > MAX_OPEN_FILES:
+            self._open_files.popitem(last=False)[1].close()
+        return opened
 
 
-def _look_at(path: Path, dtype: str | None) -> tuple[_Shard, np.dtype[Any]]:
-    described = json.loads(sidecar_of(path).read_text()) if sidecar_of(path).exists() else None
-    with path.open("rb") as file:
-        status = os.fstat(file.fileno())
-        if described is not None and described["size_bytes"] != status.st_size:
-            raise _changed(path, described["size_bytes"], status.st_size, "since it was packed")
-        marks = fingerprint(file.fileno(), status.st_size)
-        if described is not None and described["fingerprint"] != marks:
-            raise _changed(path, status.st_size, status.st_size, "since it was packed")
-        if path.suffix == ".npy":
-            of_file, offset, num_tokens = _npy_header(path, file)
+def _look_at(files: Files, path: str, dtype: str | None) -> tuple[_Shard, np.dtype[Any]]:
+    sidecar = files.read_if_there(sidecar_of(path))
+    described = json.loads(sidecar) if sidecar is not None else None
+    file = files.source(path, whole=False)
+    try:
+        num_bytes = file.num_bytes
+        if described is not None and described["size_bytes"] != num_bytes:
+            raise changed(path, described["size_bytes"], num_bytes, "since it was packed")
+        marks = file.mark()
+        if described is not None and isinstance(files, LocalFiles) and described["fingerprint"] != marks:
+            raise changed(path, num_bytes, num_bytes, "since it was packed")
+        if path.endswith(".npy"):
+            of_file, offset, num_tokens = _npy_header(path, file.read(0, min(num_bytes, MAX_NPY_HEADER_BYTES)))
         elif described is None and dtype is None:
             raise ValueError(f"{path}: a raw file does not say what it holds: give dtype= ({', '.join(DTYPES)})")
         else:
             of_file, offset = DTYPES[described["dtype"] if described is not None else dtype or ""], 0
-            num_tokens, rest = divmod(status.st_size, of_file.itemsize)
+            num_tokens, rest = divmod(num_bytes, of_file.itemsize)
             if rest:
-                raise ValueError(f"{path}: {status.st_size} bytes are no whole number of {of_file} tokens: truncated?")
-    if dtype is not None and of_file != DTYPES[dtype]:
-        raise ValueError(f"{path} holds {of_file}, not {dtype}")
-    if offset + num_tokens * of_file.itemsize != status.st_size:
-        raise _changed(path, offset + num_tokens * of_file.itemsize, status.st_size, "since it was written")
-    digest = described["digest"] if described is not None else None
-    return _Shard(path, offset, num_tokens, status.st_size, status.st_mtime_ns, marks, digest), of_file
+                raise ValueError(f"{path}: {num_bytes} bytes are no whole number of {of_file} tokens: truncated?")
+        if dtype is not None and of_file != DTYPES[dtype]:
+            raise ValueError(f"{path} holds {of_file}, not {dtype}")
+        if offset + num_tokens * of_file.itemsize != num_bytes:
+            raise changed(path, offset + num_tokens * of_file.itemsize, num_bytes, "since it was written")
+        digest = described["digest"] if described is not None else None
+        return _Shard(path, offset, num_tokens, num_bytes, file.stamp, marks, digest), of_file
+    finally:
+        file.close()
 
 
-def _npy_header(path: Path, file: Any) -> tuple[np.dtype[Any], int, int]:
+def _npy_header(path: str, beginning: bytes) -> tuple[np.dtype[Any], int, int]:
+    stream = io.BytesIO(beginning)
     try:
-        major = np.lib.format.read_magic(file)[0]
+        major = np.lib.format.read_magic(stream)[0]
         read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-        shape, _, dtype = read(file)
+        shape, _, dtype = read(stream)
     except ValueError as error:
         raise ValueError(f"{path} is no .npy file: {error}") from error
     if len(shape) != 1 or dtype not in DTYPES.values():
         raise ValueError(f"{path} holds {dtype} of shape {shape}, not a row of {', '.join(DTYPES)}")
-    return dtype, file.tell(), shape[0]
+    return dtype, stream.tell(), shape[0]
 
 
-def _changed(path: Path, expected_bytes: int, size_bytes: int, since: str) -> DataChanged:
-    how = f"it has {size_bytes} bytes instead of {expected_bytes}"
-    if expected_bytes == size_bytes:
-        how = "its size is the same, its content or modification time is not"
-    return DataChanged(f"{path} has changed {since}: {how}; restore it, or begin a new run on the changed data")
+def _name(path: str) -> str:
+    return path.rpartition("/")[2]

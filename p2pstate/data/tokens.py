@@ -18,7 +18,8 @@ import torch
 import torch.utils.data
 from numpy.typing import NDArray
 
-from p2pstate.data.shards import DataChanged, Shards, ends_of
+from p2pstate.data.files import DataChanged, Files
+from p2pstate.data.shards import Shards, ends_of
 
 __all__ = ["MmapTokens"]
 
@@ -37,6 +38,7 @@ class MmapTokens(torch.utils.data.Dataset[Any]):
         paths: .bin files (``dtype`` says of what, unless they were packed) or .npy files.
         length: tokens per window; one more than the context length gives inputs and targets.
         stride: from window to window; ``length`` if not given.
+        files: ``CachedFiles``, for paths that are URLs.
 
     Raises:
         ValueError: the files are no token files, or hold less than one window.
@@ -53,10 +55,11 @@ class MmapTokens(torch.utils.data.Dataset[Any]):
         stride: int | None = None,
         dtype: str | None = None,
         documents: bool = False,
+        files: Files | None = None,
     ) -> None:
         if length < 1 or (stride is not None and stride < 1):
             raise ValueError(f"length={length}, stride={stride}: both count tokens, from 1")
-        self._shards = Shards(paths, dtype=dtype)
+        self._shards = Shards(paths, dtype=dtype, files=files)
         self._length, self._stride = length, stride or length
         self._ends = _Ends(self._shards) if documents else None
         self.num_tokens = self._shards.num_tokens
@@ -82,6 +85,10 @@ class MmapTokens(torch.utils.data.Dataset[Any]):
             "documents": torch.from_numpy(numbers),
             "positions": torch.from_numpy(places - bounds[numbers]),
         }
+
+    def prefetch(self, indices: Sequence[int]) -> None:
+        """Begin to fetch the files that hold these windows; a Loader says so of batches that will be asked for."""
+        self._shards.prefetch(index * self._stride for index in indices)
 
     def check_all(self) -> None:
         """Read every byte of packed files and compare: DataChanged names the first file that is not as it was."""
@@ -117,10 +124,10 @@ class _Ends:
     def __init__(self, shards: Shards) -> None:
         self._file_ends = shards.ends
         self._files: list[NDArray[Any]] = []
-        for path in shards.paths:
-            if not ends_of(path).exists():
-                raise ValueError(f"{path}: documents=True needs {ends_of(path).name} beside it (p2pstate data pack)")
-            ends = np.load(ends_of(path), allow_pickle=False)
+        for number, path in enumerate(shards.paths):
+            ends = shards.document_ends(number)
+            if ends is None:
+                raise ValueError(f"{path}: documents=True needs {ends_of(path)} beside it (p2pstate data pack)")
             if len(ends) and int(ends[-1]) > self._file_ends[len(self._files)]:
                 raise DataChanged(f"{ends_of(path)} does not belong to {path}: its documents end beyond the file")
             self._files.append(ends)

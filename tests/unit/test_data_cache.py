@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from fsspec.registry import register_implementation
 
-from p2pstate.data import CachedFiles, DataChanged
+from p2pstate.data import CachedFiles, DataChanged, Loader, MmapTokens
 from p2pstate.data.chunks import BLOCK_BYTES
 from p2pstate.data.counters import COUNTERS
+from p2pstate.data.pack import bytes_of, pack
 
 CHUNK = 2 * BLOCK_BYTES
 SIZE = 7 * CHUNK + 1234
@@ -320,6 +322,37 @@ def test_cache_object_goes_into_loader_workers(tmp_path: Path, source: Any) -> N
 
         assert in_a_process(read) == 0
     assert source.num_reads.value == 8
+
+
+def test_tokens_from_anywhere_are_those_of_local_files_and_fetched_as_they_are_needed(
+    tmp_path: Path, source: Any
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be. " * 40_000)
+    local = [tmp_path / f"{number}.bin" for number in range(2)]
+    urls = []
+    for path in local:
+        pack([text, text], path, bytes_of, dtype="uint8")
+        urls.append(put(f"counted://{path.name}", path.read_bytes()))
+        for suffix in (".json", ".ends.npy"):
+            put(urls[-1] + suffix, Path(f"{path}{suffix}").read_bytes())
+    expected = MmapTokens(local, length=1000, stride=7000, documents=True)
+    tokens = MmapTokens(urls, length=1000, stride=7000, documents=True, files=cache(tmp_path / "cache"))
+    settle()
+    assert source.num_reads.value == 4  # what lies beside the files; of themselves, nothing yet
+    loader = Loader(tokens, 16, num_workers=2)
+    batches = list(loader)
+    loader.close()
+    for key in ("tokens", "documents", "positions"):
+        assert torch.equal(torch.cat([batch[key] for batch in batches]), torch.stack([each[key] for each in expected]))
+    size = local[0].stat().st_size
+    assert source.num_reads.value == 4 + 2 * -(-size // CHUNK)
+    assert 0 < loader.stats().fetched_bytes <= 2 * size
+    state = tokens.state_dict()
+    MmapTokens(urls, length=1000, stride=7000, files=cache(tmp_path / "cache")).load_state_dict(state)
+    put(urls[1], local[0].read_bytes())
+    with pytest.raises(DataChanged, match=r"counted://1\.bin is not the file"):
+        MmapTokens(urls, length=1000, stride=7000, files=cache(tmp_path / "cache")).load_state_dict(state)
 
 
 def test_cache_refuses_sizes_that_make_no_sense(tmp_path: Path) -> None:

@@ -14,8 +14,9 @@ import torch
 
 from p2pstate.cli import main
 from p2pstate.data import DataChanged, MmapTokens
+from p2pstate.data.files import BLOCK_BYTES, NUM_BLOCKS
 from p2pstate.data.pack import bytes_of, load_tokenizer, pack
-from p2pstate.data.shards import BLOCK_BYTES, NUM_BLOCKS, Shards
+from p2pstate.data.shards import Shards
 
 
 def raw(path: Path, count: int, dtype: str = "uint16", first: int = 0) -> np.ndarray:
