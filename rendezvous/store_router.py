@@ -9,6 +9,7 @@ Limits: operations over several owners are not atomic between them.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import itertools
 from collections import OrderedDict
@@ -83,6 +84,7 @@ class StoreRouter:
         self._ahead: list[tuple[MemberKey, StoreCall]] = []
         self._done: OrderedDict[Token, StoreReply] = OrderedDict()
         self._ended = False
+        self._owners: Callable[[str], Member]  # from the first view on
 
     def end(self) -> None:
         """The run is over: free everybody who waits, now and from now on."""
@@ -102,6 +104,7 @@ class StoreRouter:
             self._done.clear()
             self._end_calls()
             self._shard = StoreShard()
+            self._owners = functools.lru_cache(MAX_REMEMBERED)(lambda key: owner_of(key, view.places))
         self._members = {member.key: member for member in view.members}
         early, self._early = self._early, []
         for item in early:
@@ -125,7 +128,7 @@ class StoreRouter:
             reply(ENDED)
             return
         try:
-            parts = _split(op, args, view.places)
+            parts = _split(op, args, view.places, self._owners)
         except ValueError as error:
             reply(StoreReply(False, error=f"store {op}: {error}"))
             return
@@ -246,21 +249,23 @@ def _names(args: list[Any]) -> str:
     return ", ".join(map(repr, keys[:3])) + (" and others" if len(keys) > 3 else "") or "its keys"
 
 
-def _split(op: str, args: list[Any], places: tuple[Member, ...]) -> list[tuple[Member, list[Any], list[int]]]:
+def _split(
+    op: str, args: list[Any], places: tuple[Member, ...], find_owner: Callable[[str], Member]
+) -> list[tuple[Member, list[Any], list[int]]]:
     """-> (owner, arguments, positions of the results) for each owner concerned. ValueError for wrong arguments."""
     if op in ("num_keys", "list_keys"):
         return [(member, [], [index]) for index, member in enumerate(places)]
     if op not in ("wait", "check", "multi_get", "multi_set"):
         if not args or not isinstance(args[0], str):
             raise ValueError("the first argument must be the key")
-        return [(owner_of(args[0], places), args, [0])]
+        return [(find_owner(args[0]), args, [0])]
     if not args or not all(isinstance(arg, list | tuple) and len(arg) == len(args[0]) for arg in args):
         raise ValueError("the arguments must be lists of equal length")
     if not all(isinstance(key, str) for key in args[0]):
         raise ValueError("keys must be strings")
     grouped: dict[MemberKey, tuple[Member, list[int]]] = {}
     for index, key in enumerate(args[0]):
-        owner = owner_of(key, places)
+        owner = find_owner(key)
         grouped.setdefault(owner.key, (owner, []))[1].append(index)
     return [(owner, [[arg[i] for i in positions] for arg in args], positions) for owner, positions in grouped.values()]
 
