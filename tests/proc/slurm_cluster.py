@@ -23,7 +23,7 @@ import psutil
 from namespaces import NETWORK, Namespaces
 from namespaces import why_not as why_no_namespaces
 
-UP_WITHIN_S = 60.0
+UP_WITHIN_S = 120.0
 COMMAND_S = 30.0
 
 CONFIG = """
