@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -63,30 +64,45 @@ def limited(num_bytes: int) -> Iterator[None]:
         group.rmdir()
 
 
-@pytest.mark.parametrize(("num_mib", "code"), [(4, 0), (160, 78)])
-def test_copies_that_the_control_group_has_no_room_for_are_refused_with_the_figures(
-    num_mib: int, code: int, tmp_path: Path, fork_server: dict[str, str]
-) -> None:
-    """Two nodes of one worker, all agents in a group of 512 MiB; the workers are forked outside of it."""
-    script = tmp_path / "script.py"
+def run(folder: Path, num_mib: int, environ: dict[str, str]) -> tuple[int | None, list[dict[str, Any]], str]:
+    """(exit code, events, logs) of two nodes of one worker, all agents in a group of 512 MiB; the workers are forked
+    outside of it."""
+    script = folder / "script.py"
     script.write_text(SCRIPT)
+    command = [str(script), str(num_mib)]
     with (
         limited(512 * MIB),
-        Cluster(
-            tmp_path / "run",
-            [str(script), str(num_mib)],
-            num_training=2,
-            num_spares=0,
-            num_workers=1,
-            environ=fork_server,
-        ) as cluster,
+        Cluster(folder / "run", command, num_training=2, num_spares=0, num_workers=1, environ=environ) as cluster,
     ):
         deadline = time.monotonic() + DEADLINE_S
         while cluster.running() and time.monotonic() < deadline:
             time.sleep(0.02)
-        assert set(cluster.exit_codes().values()) == {code}, cluster.log_tails()
-        told = cluster.log_tails()
-    if code:
-        assert "MiB of host memory to keep 4 bytes per byte of unique state (copies=1), and" in told
-        assert "are left (the memory limit of control group /sys/fs/cgroup" in told
-        assert ", 512 MiB)" in told
+        (code,) = set(cluster.exit_codes().values())
+        return code, cluster.events.new(), cluster.log_tails()
+
+
+def test_run_that_fits_into_its_control_group_keeps_all_copies(tmp_path: Path, fork_server: dict[str, str]) -> None:
+    code, events, logs = run(tmp_path, 4, fork_server)
+    assert code == 0, logs
+    assert [event for event in events if event["event"] in ("lean", "weakness")] == []
+
+
+def test_run_that_fits_without_copies_on_the_own_nodes_is_lean_and_says_so_once(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    code, events, logs = run(tmp_path, 120, fork_server)
+    assert code == 0, logs
+    (told,) = [event["text"] for event in events if event["event"] == "lean"]
+    assert "MiB of host memory to keep 4 bytes per byte of unique state (copies=1), and" in told
+    assert "are left (the memory limit of control group /sys/fs/cgroup" in told
+    assert told.endswith(", 512 MiB); so each shard is kept on other nodes only (lean mode)")
+
+
+def test_run_that_does_not_fit_in_any_way_is_refused_with_the_figures(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    code, _, logs = run(tmp_path, 300, fork_server)
+    assert code == 78, logs
+    assert "MiB of host memory to keep 2 bytes per byte of unique state (copies=1, lean), and" in logs
+    assert "are left (the memory limit of control group /sys/fs/cgroup" in logs
+    assert ", 512 MiB): give the run more memory" in logs
