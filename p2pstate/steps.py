@@ -321,6 +321,8 @@ class Loop:
         with METER.inside("startup"):
             self._rounds.connect()
             from_disk = not self._must_join and self._rounds.find_checkpoint()
+        if from_disk:
+            METER.hold("startup")
         self._must_join = self._must_join or from_disk
         if not self._must_join:
             self._link.send("in_loop")

@@ -56,8 +56,9 @@ KINDS = ("worker_started", "finished")
 
 
 def test_meter_puts_delays_into_their_categories(tmp_path: Path, fork_server: dict[str, str]) -> None:
+    environ = fork_server | {"CHECKPOINT": str(tmp_path / "checkpoints")}
     delays = {"DELAY_BATCH": "1", "DELAY_COPY": str(COPY_S), "DELAY_PHASE": "1", "STEPS": "8"}
-    events = run(tmp_path / "run", fork_server | delays)
+    events = run(tmp_path / "run", environ | delays)
     for rank, found in measure(events).items():
         assert found.wall_s == pytest.approx(wall_s(events, rank), rel=0.01)
         seconds = found.by_category()
@@ -70,6 +71,14 @@ def test_meter_puts_delays_into_their_categories(tmp_path: Path, fork_server: di
         assert 0.5 * COPY_S < first["protection"] < 1.1 * COPY_S
         assert sum(first.values()) - first["startup"] > COPY_S
         assert "recovery" not in seconds
+        assert "repeated" not in seconds
+        assert seconds["saving"] > 0  # the last version, at the end of the loop
+
+    resumed = run(tmp_path / "again", environ | {"DELAY_REHEARSAL": "0.8", "STEPS": "10"})
+    for found in measure(resumed).values():
+        seconds = found.by_category()
+        assert seconds["startup"] > 2 * 0.8  # from disk, each rank rehearses
+        assert seconds["useful"] < 0.8
         assert "repeated" not in seconds
 
 
@@ -90,7 +99,7 @@ def test_meter_puts_a_kill_into_recovery_and_adds_up_over_processes(
     events = run(tmp_path / "run", fork_server | {"STEPS": "25"}, watch)
     steps = [event for event in events if event["event"] == "step"]
     last = max(event["step"] for event in steps if event["t"] < killed_at)
-    usual_s = max(event["clock"]["seconds"]["useful"] for event in steps if event["step"] == last)
+    usual_s = max(event["clock"]["seconds"].get("useful", 0.0) for event in steps if event["step"] == last)
     for rank, found in measure(events).items():
         assert found.wall_s == pytest.approx(wall_s(events, rank), rel=0.01)
         resumed_at = min(e["t"] for e in steps if e["rank"] == rank and e["t"] > killed_at and e["step"] > last + 1)

@@ -1,5 +1,5 @@
 """A loop with delays of known length (the DELAY_* variables, in seconds): the second batch, the copy of the first
-version, and a phase after step 3."""
+version, a phase after step 3, and each rehearsal. CHECKPOINT names a folder for checkpoints."""
 
 import os
 import time
@@ -11,7 +11,8 @@ import p2pstate
 from p2pstate.replicate import Shipper
 
 STEP_S = 0.05
-BATCH_S, COPY_S, PHASE_S = (float(os.environ.get(f"DELAY_{name}", "0")) for name in ("BATCH", "COPY", "PHASE"))
+DELAYS = ("BATCH", "COPY", "PHASE", "REHEARSAL")
+BATCH_S, COPY_S, PHASE_S, REHEARSAL_S = (float(os.environ.get(f"DELAY_{name}", "0")) for name in DELAYS)
 
 
 class Batches:
@@ -50,11 +51,11 @@ delay_first_copy()
 p2pstate.init_process_group()
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-state = p2pstate.Replicator(model, optimizer, data=Batches())
+state = p2pstate.Replicator(model, optimizer, data=Batches(), checkpoint=os.environ.get("CHECKPOINT"))
 
 
 def train_step(batch: int) -> None:
-    time.sleep(STEP_S)
+    time.sleep(REHEARSAL_S if state.rehearsing else STEP_S)
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()
