@@ -46,15 +46,15 @@ def cast(_line: Any, rank: int, num_ranks: int, folder: str, ballots: list[list[
 def test_vote_outcome_is_the_minimum_of_every_field_on_every_rank(tmp_path: Path) -> None:
     ballots = [
         [(1, 1, 7, -7, 2, 6), (1, 1, 7, -7, 2, 6), (1, 1, 7, -7, 2, 6)],
-        [(1, 1, 7, -7, 2, 6), (0, 1, 7, -7, 2, 5), (1, 0, 7, -7, 1, 9)],
+        [(1, 1, 7, -7, 2, 6), (0, 1, 7, -7, 2, 5, 1), (1, 0, 7, -7, 1, 9)],
         [(1, 1, 8, -8, 0, -1), (1, 1, 7, -7, 0, -1), (1, 1, 8, -8, 0, -1)],
         [(1, 1, 1 << 40, -(1 << 40), 1 << 33, 1 << 50)] * NUM_RANKS,
     ]
     expected = [
-        (1, 1, 7, -7, 2, 6),
-        (0, 0, 7, -7, 1, 5),
-        (1, 1, 7, -8, 0, -1),  # step and neg_step show that the ranks do not agree
-        (1, 1, 1 << 40, -(1 << 40), 1 << 33, 1 << 50),
+        (1, 1, 7, -7, 2, 6, 2),
+        (0, 0, 7, -7, 1, 5, 1),
+        (1, 1, 7, -8, 0, -1, 2),  # step and neg_step show that the ranks do not agree
+        (1, 1, 1 << 40, -(1 << 40), 1 << 33, 1 << 50, 2),
     ]
     assert run_ranks(cast, tmp_path, NUM_RANKS, ballots) == [expected] * NUM_RANKS
 
