@@ -35,6 +35,7 @@ BLOCK_BYTES = 64 << 10
 _HEADER_BYTES = 4096
 _VERDICT_AT = _HEADER_BYTES - 1  # a byte of the header: whether the file was still the same when all was fetched
 _SAME, _REPLACED = 1, 2
+_TOTAL = struct.Struct("<q")
 _USED = struct.Struct("<Q")  # when the copy was last opened for reading, in ns; mtime moves with every chunk
 _USED_AT = _VERDICT_AT - 15  # aligned
 _FORMAT = 1
@@ -172,6 +173,8 @@ class CopyFolder:
     def __init__(self, folder: Path, max_bytes: int | None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder, self._max_bytes = folder, max_bytes
+        self._counted = False  # by this object
+        self._oldest_last: list[tuple[int, Path]] = []
 
     def data_path(self, key: str) -> Path:
         return self._folder / f"{key}.data"
@@ -183,7 +186,7 @@ class CopyFolder:
         """The copy of this version of a file, made if need be; ``to_read`` counts as use of an old one. NoRoomError:
         there is no place for it."""
         key = key_of(identity, chunk_bytes)
-        with self._lock():
+        with self._lock() as lock:
             if self.map_path(key).exists():
                 copy = Copy(self, key, identity, chunk_bytes)
                 if not copy.is_replaced:
@@ -192,8 +195,10 @@ class CopyFolder:
                     return copy
                 copy.close()
                 self.map_path(key).unlink()
-            self._make_room(identity.num_bytes)
-            self._create(key, identity, chunk_bytes)
+                if self._counted:
+                    self._add(lock, -identity.num_bytes)
+            self._make_room(lock, identity.num_bytes)
+            self._create(lock, key, identity, chunk_bytes)
             copy = Copy(self, key, identity, chunk_bytes)
             copy.stamp()
             return copy
@@ -202,7 +207,7 @@ class CopyFolder:
         """What all copies take."""
         return sum(path.stat().st_size for path in self._folder.glob("*.data"))
 
-    def _create(self, key: str, identity: Identity, chunk_bytes: int) -> None:
+    def _create(self, lock: int, key: str, identity: Identity, chunk_bytes: int) -> None:
         described = {"format": _FORMAT, "url": identity.url, "bytes": identity.num_bytes, "mark": identity.mark}
         header = json.dumps(described).encode()[:_USED_AT]
         while True:
@@ -213,45 +218,70 @@ class CopyFolder:
                 with fresh.open("r+b") as file:
                     file.write(header)
                 fresh.rename(self.map_path(key))
+                self._add(lock, identity.num_bytes)
                 return
             except OSError as error:
                 for path in (self.data_path(key), self._folder / f"{key}.new"):
                     path.unlink(missing_ok=True)
                 if error.errno not in _FULL:
                     raise
-                if not self._evict_one():
+                if not self._evict_one(lock):
                     raise NoRoomError(f"the storage of {self._folder} is full") from error
 
-    def _make_room(self, num_bytes: int) -> None:
-        for data in self._folder.glob("*.data"):
-            if not data.with_suffix(".map").exists():
-                data.unlink()  # what a crash left
+    def _make_room(self, lock: int, num_bytes: int) -> None:
+        if not self._counted:
+            self._counted = True
+            for data in self._folder.glob("*.data"):
+                if not data.with_suffix(".map").exists():
+                    data.unlink()  # what a crash left
+            os.pwrite(lock, _TOTAL.pack(self.num_bytes()), 0)
         if self._max_bytes is None:
             return
-        while self.num_bytes() + num_bytes > self._max_bytes:
-            if num_bytes > self._max_bytes or not self._evict_one():
+        while self._add(lock, 0) + num_bytes > self._max_bytes:
+            if num_bytes > self._max_bytes or not self._evict_one(lock):
                 raise NoRoomError(
                     f"{num_bytes} bytes do not fit into the {self._max_bytes} of {self._folder} and what is being read"
                 )
 
-    def _evict_one(self) -> bool:
-        """Remove the copy that nobody has open and that was opened longest ago."""
-        for path in sorted(self._folder.glob("*.map"), key=_used_at):
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-                path.with_suffix(".data").unlink(missing_ok=True)
-                return True
-            except BlockingIOError:
-                continue
-            finally:
-                os.close(descriptor)
+    def _add(self, lock: int, num_bytes: int) -> int:
+        """The bytes of all copies; the lock's file keeps count, because looking at a million of them takes too long."""
+        total: int = _TOTAL.unpack(os.pread(lock, _TOTAL.size, 0))[0] + num_bytes
+        os.pwrite(lock, _TOTAL.pack(total), 0)
+        return total
+
+    def _evict_one(self, lock: int) -> bool:
+        """Remove the copy that nobody has open and that was opened longest ago. The list of them is made again only
+        when it is used up: what was opened since is not in it, or has another time."""
+        for is_new in (False, True):
+            if is_new:
+                self._oldest_last = sorted(
+                    ((_used_at(path), path) for path in self._folder.glob("*.map")), reverse=True
+                )
+            while self._oldest_last:
+                used_at, path = self._oldest_last.pop()
+                if path.exists() and _used_at(path) == used_at and self._evict(lock, path):
+                    return True
         return False
 
+    def _evict(self, lock: int, path: Path) -> bool:
+        """False: somebody has this copy open."""
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        else:
+            data = path.with_suffix(".data")
+            self._add(lock, -data.stat().st_size if data.exists() else 0)
+            path.unlink()
+            data.unlink(missing_ok=True)
+            return True
+        finally:
+            os.close(descriptor)
+
     @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        """One process at a time makes or evicts copies."""
+    def _lock(self) -> Iterator[int]:
+        """One process at a time makes or evicts copies. Gives the lock's file."""
         descriptor = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         deadline = time.monotonic() + _LOCK_WITHIN_S
         try:
@@ -263,7 +293,7 @@ class CopyFolder:
                     if time.monotonic() > deadline:
                         raise NoRoomError(f"another process has held {self._folder}/lock for a minute") from None
                     time.sleep(_POLL_S)
-            yield
+            yield descriptor
         finally:
             os.close(descriptor)
 

@@ -251,6 +251,31 @@ def test_cache_evicts_what_was_opened_longest_ago_and_never_what_is_open(tmp_pat
     held.close()
 
 
+def test_cache_keeps_count_over_processes_and_after_a_crash(tmp_path: Path) -> None:
+    urls = [put(f"counted://{number}", content(number, size=CHUNK)) for number in range(30)]
+
+    def fill(first: int) -> None:
+        files = cache(tmp_path, max_bytes=5 * CHUNK, num_threads=1)
+        for url in urls[first::2]:
+            files.read(url)
+            until(lambda: files.num_pending == 0)
+            assert files.num_bytes() <= 5 * CHUNK
+
+    both = [FORK.Process(target=fill, args=(first,)) for first in range(2)]
+    for each in both:
+        each.start()
+    for each in both:
+        each.join(SOON_S)
+    assert [each.exitcode for each in both] == [0, 0]
+    (tmp_path / "left.data").write_bytes(bytes(4 * CHUNK))  # a process died before it had made the map
+    (tmp_path / "lock").write_bytes((77 * CHUNK).to_bytes(8, "little"))  # or before it had counted
+    files = cache(tmp_path, max_bytes=5 * CHUNK)
+    for url in urls[:3]:
+        files.read(url)
+    assert files.num_bytes() == 5 * CHUNK
+    assert not (tmp_path / "left.data").exists()
+
+
 def test_cache_too_small_for_a_file_reads_it_from_its_source_with_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
