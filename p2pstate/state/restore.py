@@ -79,10 +79,10 @@ def restore(live: Live, shapes: BufferShapes, tensors: Mapping[str, torch.Tensor
         module.set_extra_state(rebuilder.tree(saved["extra_state"][name], None, name, None))
     for name, wrapper in (item for model in live.models for item in model.data_parallel_modules()):
         wrapper.require_forward_param_sync = saved["forward_sync"][name]
-    trainable, evaluating = set(saved["trainable"]), set(saved["evaluating"])
+    frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])
     for name, tensor in parameters.items():
-        if tensor.requires_grad != (name in trainable):
-            tensor.requires_grad_(name in trainable)
+        if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad == (name in frozen):
+            tensor.requires_grad_(name not in frozen)
     for name, module in (item for model in live.models for item in model.modules()):
         module.training = name not in evaluating
     for name, thing in live.objects.items():
@@ -121,7 +121,7 @@ def _check_structure(saved: Any) -> None:
     sections: dict[str, Any] = {
         "extra_state": dict,
         "forward_sync": dict,
-        "trainable": list,
+        "frozen": list,
         "evaluating": list,
         "changed_buffers": list,
         "optimizers": dict,

@@ -89,13 +89,13 @@ class TrainingState:
         """The state as it is now. LeafError names what cannot be captured."""
         collector = Collector(current_world().own)
         named: dict[int, tuple[str, Holders]] = {}
-        trainable: list[str] = []
+        frozen: list[str] = []
         for model in self._live.models:
             for name, tensor, holders in model.tensors():
                 named[id(tensor)] = (name, holders)
                 collector.add(name, tensor, holders)
-                if tensor.requires_grad:
-                    trainable.append(name)
+                if not tensor.requires_grad and isinstance(tensor, nn.Parameter):
+                    frozen.append(name)
         extra_state = {
             name: collector.tree(module.get_extra_state(), name)
             for model in self._live.models
@@ -116,7 +116,7 @@ class TrainingState:
                 "format": FORMAT,
                 "extra_state": extra_state,
                 "forward_sync": forward_sync,
-                "trainable": trainable,
+                "frozen": frozen,
                 "evaluating": evaluating,
                 "changed_buffers": self._shapes.changed(),
                 "optimizers": optimizers,
