@@ -155,6 +155,8 @@ def _usable(
     turns = list(lineage)
 
     def void(version: Version) -> bool:
+        if version.step == 0:
+            return False  # nothing is behind the initial state: all it says is to start anew
         return any(version.epoch < turn.epoch and version > turn.version for turn in turns)
 
     return sorted(

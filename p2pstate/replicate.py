@@ -29,7 +29,7 @@ from p2pstate.groups.transport import DIGEST_BYTES, Incoming, Outgoing, Payload,
 from p2pstate.groups.waiting import Abandoned
 from p2pstate.slots import Header, Slot, digest_of
 from p2pstate.stats import ProtectionStats
-from p2pstate.types import Part, Version
+from p2pstate.types import OLDEST, Part, Version
 from p2pstate.worker.link import Link
 
 __all__ = ["Shipper"]
@@ -66,7 +66,7 @@ class Shipper:
         self._ward_slots = {ward: SlotPair(link, Part.own(ward)) for ward in wards}
         self._changed = threading.Condition()
         self._job: _Job | None = None
-        self._complete = Version(0, -1)
+        self._complete = OLDEST
         self._cancelled = False
         self._thread = threading.Thread(target=self._run, name="p2pstate-shipper", daemon=True)
         self._thread.start()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["NOTHING_RAISED", "Part", "RoundInfo", "SlotRecord", "Start", "Version", "Worker"]
+__all__ = ["NOTHING_RAISED", "OLDEST", "Part", "RoundInfo", "SlotRecord", "Start", "Version", "Worker"]
 
 
 NOTHING_RAISED = (0, "")  # step and signature of a user's exception; see user_errors.py
@@ -22,6 +22,9 @@ class Version(NamedTuple):
 
     epoch: int
     step: int
+
+
+OLDEST = Version(0, -1)  # before any
 
 
 class Part(NamedTuple):

@@ -30,7 +30,7 @@ from p2pstate.agent.output import Writer
 from p2pstate.agent.pausing import Pausing
 from p2pstate.agent.rehearsals import Rehearsals
 from p2pstate.agent.requests import Requests
-from p2pstate.agent.rounds import assignment, decide_start, progress_of, ranks_of, round_info, same_size
+from p2pstate.agent.rounds import Progress, assignment, decide_start, progress_of, ranks_of, round_info, same_size
 from p2pstate.agent.saves import Saves
 from p2pstate.agent.sentences import Sentences
 from p2pstate.agent.serving import Gatherer, PageServer
@@ -40,7 +40,7 @@ from p2pstate.agent.watchdog import Watchdog
 from p2pstate.agent.weaknesses import Weaknesses
 from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY, EXIT_STATE_LOST
 from p2pstate.observe.metrics import exposition
-from p2pstate.types import NOTHING_RAISED, RoundInfo, Start
+from p2pstate.types import NOTHING_RAISED, OLDEST, RoundInfo, Start
 from p2pstate.vault import Vault
 from rendezvous.channel import Message
 from rendezvous.config import Config
@@ -93,7 +93,7 @@ class Agent:
         self._draining = Draining(self.node, self._vault, self.events, self._saves, self._lineage, config.name)
         self._requests = Requests(self.node, self._supervisor.tell, self._vault, self._lineage)
         self._done_places: dict[int, set[int]] = {}  # round -> places whose workers have all finished
-        self._known_step = -1  # newest committed step that any member has told of
+        self._known = Progress(0, -1)  # by what any member has told
         self._budget = Budget(job)
         self._some_finished = False  # a rank of this node has finished its script in this round
         self._loop_reached = False  # some rank of this node has trained since everybody started together
@@ -172,7 +172,7 @@ class Agent:
             state = "ended"
         elif self._view is not None and self._waiting_timer is not None:
             state = "waiting"
-        return {"node": self._name, "state": state, "step": self._known_step}
+        return {"node": self._name, "state": state, "step": self._known.step}
 
     # -- rendezvous.types.Application
 
@@ -185,12 +185,12 @@ class Agent:
             "outside": bool(phases & {Phase.FRESH, Phase.DONE, Phase.FINISHED}) or self._some_finished,
             "rerun": Phase.RERUN in phases,
             "has_state": any(record.version and record.version.step > 0 for record in self._vault.records()),
-            "step": self._known_step,
+            **self._known.table(),
         }
 
     def progress(self) -> dict[str, Any]:
         """Heard by all members: even when every training node is gone, somebody knows that there was something."""
-        return {"step": self._known_step}
+        return self._known.table()
 
     def decide(
         self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
@@ -204,7 +204,7 @@ class Agent:
         self._cancel_waiting()
         self._view = view
         self._place = view.place_of(self.node.key)
-        self._known_step = max(self._known_step, progress_of(view))
+        self._known = max(self._known, progress_of(view))
         start = str(view.data.get("start", Start.IN_PLACE))
         places, spares = [m.name for m in view.places], [m.name for m in view.spares]
         new_round = self._info is None or view.round != self._info.epoch
@@ -427,7 +427,7 @@ class Agent:
     def _raised_by(self, rank: int) -> tuple[int, str]:
         """What ended the step that is tried next."""
         raised = self._raised.get(rank, NOTHING_RAISED)
-        return raised if raised[0] > self._known_step else NOTHING_RAISED
+        return raised if raised[0] > self._known.step else NOTHING_RAISED
 
     def _on_start_over(self, worker: WorkerProcess, epoch: int, start: str, reason: str) -> None:
         if self._info is not None and epoch == self._info.epoch:
@@ -439,7 +439,7 @@ class Agent:
             self._declare(EXIT_STATE_LOST, f"the training state is lost: {reason}")
 
     def _on_step(self, worker: WorkerProcess, step: int, protected: int | None, **fields: Any) -> None:
-        self._known_step = max(self._known_step, step)
+        self._known = self._known.at(step)
         worker.step, worker.protected, worker.told_at = step, protected, time.monotonic()
         if worker.rank is not None and self._info is not None:
             self._rehearsals.on_step(worker.rank, self._info, self._my_ranks())
@@ -466,8 +466,10 @@ class Agent:
         self._watchdog.begin(view.round, [m.key for m in view.places], self._place, self._info.world_size)
         if start != Start.IN_PLACE:
             self._loop_reached = False
+        if start == Start.FRESH:
+            self._lineage[view.round] = list(OLDEST)  # what there was before counts no more
         first = previous is None or self._place is None
-        given_up = self._budget.round_begins(self._known_step, view.reason, time.monotonic(), first=first)
+        given_up = self._budget.round_begins(self._known.step, view.reason, time.monotonic(), first=first)
         if given_up:
             self._declare(EXIT_RETRY, given_up)
             return
@@ -627,9 +629,7 @@ class Agent:
     def _listen_for_progress(self) -> None:
         """Every now and then, remember the newest step that any member has told of."""
         for record in self.node.members().values():
-            step = record.progress.get("step", -1)
-            if isinstance(step, int):
-                self._known_step = max(self._known_step, step)
+            self._known = max(self._known, Progress.of(record.progress))
         self.node.call_later(PROGRESS_INTERVAL_S, self._listen_for_progress)
 
     def _give_up_waiting(self, joining: bool, wait_s: float) -> None:

@@ -21,11 +21,11 @@ from typing import Any
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.output import Writer
 from p2pstate.agent.requests import Requests
-from p2pstate.agent.rounds import assignment, decide_restart, progress_of, round_info
+from p2pstate.agent.rounds import Progress, assignment, decide_restart, progress_of, round_info
 from p2pstate.agent.sentences import Sentences
 from p2pstate.agent.weaknesses import Weaknesses
 from p2pstate.errors import EXIT_STATE_LOST
-from p2pstate.types import RoundInfo, Start
+from p2pstate.types import OLDEST, RoundInfo, Start
 from p2pstate.vault import Vault
 from rendezvous.channel import Channel, Message
 from rendezvous.companion import Host
@@ -72,7 +72,7 @@ class VaultKeeper:
         self._workers: dict[Channel, _Worker] = {}
         self._ending: list[_Worker] = []  # their lines are closed, they are not known to be dead
         self._view: View | None = None
-        self._known_step = -1
+        self._known = Progress(0, -1)
         self._wants_round = ""
         self._start_over = ""
         self._weaknesses = Weaknesses(self._events)
@@ -84,7 +84,7 @@ class VaultKeeper:
             "wants_round": self._wants_round,
             "start_over": self._start_over,
             "has_state": any(record.version and record.version.step > 0 for record in self._vault.records()),
-            "step": self._known_step,
+            **self._known.table(),
         }
 
     def decide(self, previous: View | None, ballots: Iterable[Mapping[str, Any]]) -> tuple[bool, dict[str, Any]]:
@@ -93,9 +93,11 @@ class VaultKeeper:
     def on_view(self, view: View) -> None:
         new_round = self._view is None or view.round != self._view.round
         self._view = view
-        self._known_step = max(self._known_step, progress_of(view))
+        self._known = max(self._known, progress_of(view))
         if new_round:
             self._wants_round = self._start_over = ""
+            if view.data.get("start") == Start.FRESH:
+                self._lineage[view.round] = list(OLDEST)  # what there was before counts no more
             self._events.emit("round", epoch=view.epoch, round=view.round, reason=view.reason)
         elif self._wants_round:
             self._node.propose(self._wants_round)  # decided from ballots that did not know yet
@@ -219,7 +221,7 @@ class VaultKeeper:
             self._node.declare(Verdict(EXIT_STATE_LOST, text, self._node.key))
 
     def _on_step(self, worker: _Worker, step: int, **fields: Any) -> None:
-        self._known_step = max(self._known_step, step)
+        self._known = self._known.at(step)
         self._events.emit("step", rank=worker.rank, step=step, **fields)
 
     def _on_event(self, worker: _Worker, kind: str, **fields: Any) -> None:

@@ -8,30 +8,62 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from p2pstate.types import RoundInfo, Start, Worker
 from rendezvous.types import View, split_address
 
-__all__ = ["assignment", "decide_restart", "decide_start", "progress_of", "ranks_of", "round_info", "same_size"]
+__all__ = [
+    "Progress",
+    "assignment",
+    "decide_restart",
+    "decide_start",
+    "progress_of",
+    "ranks_of",
+    "round_info",
+    "same_size",
+]
+
+
+class Progress(NamedTuple):
+    """The newest step known to be committed, since the view of epoch ``since`` in which training last started anew (0:
+    since the run's start). Ordered: what was before a new start counts no more."""
+
+    since: int
+    step: int
+
+    @staticmethod
+    def of(table: Mapping[str, Any]) -> Progress:
+        """What a ballot, a heartbeat or a view's data say; -1 where they say nothing that can be understood."""
+        since, step = table.get("since", 0), table.get("step", -1)
+        return Progress(since if isinstance(since, int) else 0, step if isinstance(step, int) else -1)
+
+    def table(self) -> dict[str, int]:
+        return self._asdict()
+
+    def at(self, step: int) -> Progress:
+        """After another commit."""
+        return max(self, Progress(self.since, step))
 
 
 def decide_start(previous: View | None, ballots: Iterable[Mapping[str, Any]]) -> tuple[bool, dict[str, Any]]:
     """(whether somebody needs a new round, the data of the view): see rendezvous.types.Application.decide."""
     given = list(ballots)
     asked = {str(ballot.get("start_over", "")) for ballot in given}
-    step = max([int(ballot.get("step", -1)) for ballot in given] + [progress_of(previous)])
+    known = max([Progress.of(ballot) for ballot in given] + [progress_of(previous)])
     if previous is None or Start.FRESH in asked:
         start = Start.FRESH
     elif Start.RESTART not in asked and any(ballot.get("rerun") for ballot in given):
         start = Start.RERUN
     elif Start.RESTART in asked or any(ballot.get("outside") for ballot in given):
-        has_state = step > 0 or any(ballot.get("has_state") for ballot in given)
+        has_state = known.step > 0 or any(ballot.get("has_state") for ballot in given)
         start = Start.RESTART if has_state else Start.FRESH
     else:
         start = Start.IN_PLACE
     wanted = any(ballot.get("wants_round") for ballot in given)
-    return wanted, {"start": start, "progress": step}
+    if previous is not None and start == Start.FRESH:
+        known = Progress(previous.epoch + 1, -1)
+    return wanted, {"start": start, **known.table()}
 
 
 def decide_restart(previous: View | None, ballots: Iterable[Mapping[str, Any]]) -> tuple[bool, dict[str, Any]]:
@@ -44,10 +76,9 @@ def same_size(previous: View) -> tuple[int, int]:
     return len(previous.places), len(previous.places)
 
 
-def progress_of(view: View | None) -> int:
-    """The newest step that was known to be committed when the view was decided."""
-    step = view.data.get("progress", -1) if view is not None else -1
-    return step if isinstance(step, int) else -1
+def progress_of(view: View | None) -> Progress:
+    """What was known when the view was decided."""
+    return Progress.of(view.data if view is not None else {})
 
 
 def round_info(view: View, start: str, run_id: str, num_local: int) -> RoundInfo:
@@ -57,7 +88,7 @@ def round_info(view: View, start: str, run_id: str, num_local: int) -> RoundInfo
         for local_rank in range(num_local):
             workers.append(Worker(len(workers), local_rank, member.name, host))
     labels = {member.name: dict(member.labels) for member in view.places if member.labels}
-    return RoundInfo(run_id, view.nonce, view.round, start, view.reason, tuple(workers), progress_of(view), labels)
+    return RoundInfo(run_id, view.nonce, view.round, start, view.reason, tuple(workers), progress_of(view).step, labels)
 
 
 def ranks_of(place: int | None, num_local: int) -> range:

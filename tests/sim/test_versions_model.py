@@ -38,6 +38,7 @@ CLUSTERS = {
     "two nodes, leaves alike, two losses": Cluster(TWO, ALL_OF_TWO, Faults(losses=2), 1),
     "two nodes, every second step, a loss": Cluster(TWO, (), LOSS, 4, every=2),
     "two nodes of two, leaves alike, a loss": Cluster(TWO_BY_TWO, ALL_OF_FOUR, LOSS, 0),
+    "two nodes, three crashes": Cluster(TWO, (), Faults(crashes=3), 1, eager=True),
     "three nodes, a crash": Cluster(RING, (), CRASH, 2, eager=True),
     "three nodes, a loss": Cluster(RING, (), LOSS, 2, eager=True),
     "four nodes, a crash": Cluster(PAIRS, (), CRASH, 1, eager=True),

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from p2pstate.placement import partners, wards
-from p2pstate.plan_recovery import Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
+from p2pstate.plan_recovery import NOTHING_TO_LOSE_STEP, Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
 from p2pstate.types import Part, RoundInfo, SlotRecord, Start, Version, Worker
 from p2pstate.versions import Course, next_slot
 
@@ -384,7 +384,7 @@ class Model:
         newest = self.newest_whole(state.held, known)
         nothing_was_lost = state.protected is not None and self.cluster.survives(state.lost)
         if isinstance(plan, StateLost):
-            if nothing_was_lost:
+            if nothing_was_lost or state.progress <= NOTHING_TO_LOSE_STEP:
                 raise Violation(f"the state is lost: {plan.reason}")
             return None
         after = state._replace(epoch=epoch, failed=False)
@@ -393,8 +393,11 @@ class Model:
                 raise Violation(f"nobody is cold: {plan.reason}")
             if nothing_was_lost and state.protected.step > 0:
                 raise Violation(f"training starts anew although {state.protected} was protected: {plan.reason}")
+            # Every agent in the view knows that what was there before counts no more.
+            turn = (epoch, NOTHING)
             begun = Rank(RUNS, self._begun(), 0, None)
-            after = after._replace(ranks=(begun,) * len(state.ranks), protected=None)
+            after = after._replace(ranks=(begun,) * len(state.ranks), protected=None, progress=0)
+            after = after._replace(turns=tuple(turns | {turn} for turns in after.turns), turned=after.turned | {turn})
             if nothing_was_lost and state.epoch == 1:
                 return after._replace(protected=Version(epoch, INITIAL))
             return after._replace(lost=frozenset())
@@ -608,8 +611,8 @@ class Model:
 
 
 def is_void(version: Version, turns: frozenset[tuple[int, Version]]) -> bool:
-    """Whether a later round went back behind it."""
-    return any(version.epoch < epoch and version > resumed for epoch, resumed in turns)
+    """Whether a later round went back behind it. Nothing is behind the initial state: all it says is to start anew."""
+    return version.step > 0 and any(version.epoch < epoch and version > resumed for epoch, resumed in turns)
 
 
 def _known(course: Course) -> Known:
