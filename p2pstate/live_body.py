@@ -81,14 +81,17 @@ class LiveBody:
         return self._num_unread_bytes > 0 and not self._over
 
     def _read(self, start: int, stop: int) -> memoryview:
-        piece = torch.zeros(stop - start, dtype=torch.uint8)
+        piece, done = torch.empty(stop - start, dtype=torch.uint8), start
         first = bisect.bisect_right(self._sources, start, key=lambda source: source[0]) - 1
         for offset, flat in self._sources[max(0, first) :]:
             begin, end = max(start, offset), min(stop, offset + flat.numel())
             if offset >= stop:
                 break
             if begin < end:
+                piece[done - start : begin - start].zero_()  # what is between two leaves
                 piece[begin - start : end - start].copy_(flat[begin - offset : end - offset])
+                done = end
+        piece[done - start :].zero_()
         return memory_of(piece)
 
 
