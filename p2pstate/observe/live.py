@@ -34,6 +34,10 @@ class LiveRun:
         self.fetch_s = 0.0
         self._finder = IncidentFinder()
         self._shipped: dict[int, int] = {}  # by rank: what its process has told of so far
+        self._commits: defaultdict[int, dict[int, float]] = defaultdict(
+            dict
+        )  # by rank: when recent steps were committed
+        self._lags_s: dict[int, float] = {}  # by rank
         self._fetches: deque[float] = deque(maxlen=MAX_FETCHES)
         self._recent: deque[tuple[float, Mapping[str, float]]] = deque()  # of the last hour
 
@@ -58,6 +62,7 @@ class LiveRun:
             self._shipped.pop(event["rank"], None)
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
+        self._on_protected(event)
         rank, shipped = event["rank"], int(event.get("shipped_bytes", 0))
         self.copy_bytes += shipped - self._shipped.get(rank, 0)
         self._shipped[rank] = shipped
@@ -65,6 +70,22 @@ class LiveRun:
         self.fetch_s += fetch_s
         self._fetches.append(fetch_s)
         self.fetch_counts[sum(fetch_s > bound for bound in FETCH_BUCKETS_S)] += 1
+
+    def _on_protected(self, event: Mapping[str, Any]) -> None:
+        """How long ago, at this step, what is protected was committed."""
+        commits, protected = self._commits[event["rank"]], event.get("protected")
+        commits[event["step"]] = float(event["t"])
+        if protected is None:
+            return
+        for step in [step for step in commits if step < protected or step > event["step"]]:
+            del commits[step]
+        if protected in commits:
+            self._lags_s[event["rank"]] = float(event["t"]) - commits[protected]
+
+    @property
+    def protected_lag_s(self) -> float | None:
+        """Of the rank that is furthest behind: between its newest step and its newest protected one."""
+        return max(self._lags_s.values(), default=None)
 
     @property
     def failures(self) -> Counter[str]:

@@ -79,6 +79,9 @@ class _Collector:
             if lags:
                 yield _gauge("protected_lag_steps", "Committed steps that are not protected yet.", {}, max(lags))
         members = [(str(member["role"]), str(member["state"])) for member in status["members"].values()]
+        lag_s = self._live.protected_lag_s
+        if lag_s is not None:
+            yield _gauge("protected_lag_seconds", "From the newest protected step to the newest one.", {}, lag_s)
         states: Counter[tuple[str, ...]] = Counter(members)
         yield _gauges("members", "Members of the run, as this node sees them.", ("role", "state"), states)
 

@@ -1,6 +1,8 @@
 """What a running node tells, as numbers, as a page and as metrics; what nodes tell put together."""
 
 import re
+import shutil
+import subprocess
 import sys
 from typing import Any
 
@@ -37,8 +39,8 @@ def live_run() -> LiveRun:
 
 
 def step(t: float, number: int, seconds: dict[str, float], shipped: int) -> dict[str, Any]:
-    clock = {"until": t, "seconds": seconds}
-    return {"t": t, "event": "step", "rank": 0, "step": number, "clock": clock, "shipped_bytes": shipped}
+    fields = {"clock": {"until": t, "seconds": seconds}, "shipped_bytes": shipped, "protected": max(1, number - 2)}
+    return {"t": t, "event": "step", "rank": 0, "step": number, **fields}
 
 
 def recovery(t: float) -> dict[str, Any]:
@@ -105,6 +107,7 @@ def test_metrics_are_what_prometheus_reads_in_base_units_without_ranks() -> None
     assert values["p2pstate_lost_steps_total",] == 1
     assert values["p2pstate_verification_failures_total", "corrupt"] == 1
     assert values["p2pstate_protected_lag_steps",] == 1
+    assert values["p2pstate_protected_lag_seconds",] == 4  # step 3 at 105, step 1 at 101
     assert values["p2pstate_members", "node", "alive"] == 3
     assert values["p2pstate_fetch_seconds_count",] == 3
     assert values["p2pstate_fetch_seconds_bucket", "+Inf"] == 3
@@ -116,6 +119,13 @@ def test_metrics_are_what_prometheus_reads_in_base_units_without_ranks() -> None
         assert re.fullmatch(r"p2pstate_[a-z_]+", family.name)
         assert not re.search(r"_(ms|kb|mb|minutes|percent)\b", family.name)
         assert all("rank" not in sample.labels for sample in family.samples)
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)")
+def test_metrics_pass_promtool() -> None:
+    text = exposition(live_run(), answer(), "1.2")
+    checked = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, timeout=60)
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, b"")
 
 
 def test_metrics_without_the_library_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
