@@ -177,13 +177,15 @@ class Pool:
 
     def result(self, serial: int) -> tuple[Done, Packed]:
         """Waits for it. Raises what the data set raised, or LoaderError."""
-        deadline = time.monotonic() + self.timeout_s
+        left_s = self.timeout_s
         with self._forgetting(serial):
             while serial not in self._results:
-                left = deadline - time.monotonic()
-                if left <= 0:
+                if left_s <= 0:
                     self._too_late(serial)
-                self._look(min(LOOK_EVERY_S, left, self.timeout_s / 4))
+                wait_s, began = min(LOOK_EVERY_S, left_s, self.timeout_s / 4), time.monotonic()
+                self._look(wait_s)
+                # a suspended job or machine is no fault of the workers': what goes beyond the wait does not count
+                left_s -= min(wait_s, time.monotonic() - began)
                 self._replace_stopped()
         packed = self._results.pop(serial)
         self._wanted.discard(serial)
