@@ -60,6 +60,7 @@ Layout, from the top down (a file imports only what stands above it):
     groups/registry.py      all groups, connected together
     groups/gate.py          the vote
     groups/install.py       torch's entry points
+    finite.py               whether gradients are numbers
     settings.py             what all ranks ask for alike
     meeting.py              whether all do, and have the memory for it
     worker/link.py          the line to the agent

@@ -32,6 +32,7 @@ class StepBlock:
         self.boundary = False  # an optimizer was stepped, or a loss scaler declined to
         self.stepped: set[Optimizer] = set()  # those that were, or would have been
         self.voted: Ballot | None = None  # the outcome of the newest vote in this block
+        self.finite = True  # this rank's gradients are numbers, as far as it looks
         self.num_gates = 0  # how often an optimizer, or a loss scaler for one, came to a vote
         self.num_collectives_before = 0  # of all groups, when the first of these votes had passed
 

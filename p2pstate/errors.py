@@ -13,9 +13,11 @@ __all__ = [
     "EXIT_RETRY",
     "EXIT_STATE_LOST",
     "ConfigError",
+    "NotFinite",
     "P2PStateError",
     "Retryable",
     "StepDiscarded",
+    "StepSkipped",
 ]
 
 # Exit codes of p2prun and of workers, besides 0 (finished) and 1 (failed in user code).
@@ -37,9 +39,17 @@ class Retryable(P2PStateError):
     """This attempt failed; the next round may well succeed."""
 
 
+class NotFinite(P2PStateError):
+    """Gradients are no numbers any more, and the user wants the run to stop then."""
+
+
 class StepDiscarded(BaseException):
     """Raised inside a training step whose results must not be used.
 
     Derives from ``BaseException`` so that ``except Exception`` in user code lets it pass. Only the frame of the step
     (``Replicator.run`` or ``with state.step():``) catches it.
     """
+
+
+class StepSkipped(StepDiscarded):
+    """All ranks leave this batch out, as they have voted: there was no fault, and nothing has to be restored."""

@@ -62,6 +62,10 @@ class Replicator:
         every: capture a version every so many steps.
         max_overhead: the fraction of a step that a rank waits for the previous version to arrive before all ranks
             skip the next capture together.
+        on_nan: what becomes of a step in which a gradient of any rank is NaN or infinite, before an optimizer uses it:
+            ``"stop"`` ends the run with exit code 1, ``"skip"`` leaves the batch out on all ranks and goes on with the
+            next one, ``"ignore"`` does not look. Looking is one pass over the gradients. (An optimizer that steps in
+            backward is not looked at.)
         recovery_timeout_s: how long a rank waits for the others in each phase of a recovery.
         checkpoint: a directory on storage that all nodes share. Protected versions are written there in PyTorch's
             distributed checkpoint format, by a process of their own, and a run that is started again (or has lost every
@@ -88,6 +92,7 @@ class Replicator:
         verify_replicas: int = 0,
         every: int = 1,
         max_overhead: float = 0.02,
+        on_nan: str = "ignore",
         recovery_timeout_s: float = 300.0,
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: int | timedelta = timedelta(minutes=15),
@@ -112,6 +117,7 @@ class Replicator:
             copies=copies,
             lean=lean,
             verify_replicas=verify_replicas,
+            on_nan=on_nan,
             checkpoint=policy,
         )
         models = [c for c in components if isinstance(c, torch.nn.Module)]
@@ -148,6 +154,7 @@ class Replicator:
             position,
             protection,
             recovery_timeout_s=recovery_timeout_s,
+            on_nan=on_nan,
             vote_timeout_s=group.timeout.total_seconds(),
             save_timeout_s=checkpoint_timeout_s,
             disk=Disk(policy.path, context.link, context.rank, recovery_timeout_s) if policy is not None else None,

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from p2pstate.errors import ConfigError
+from p2pstate.finite import POLICIES
 from p2pstate.placement import MAX_COPIES
 
 __all__ = ["Asked", "CheckpointPolicy", "Settings"]
@@ -56,6 +57,7 @@ class Settings:
     copies: int = 1
     lean: bool | Literal["auto"] = "auto"
     verify_replicas: int = 0
+    on_nan: str = "ignore"
     checkpoint: CheckpointPolicy | None = None
 
     def __post_init__(self) -> None:
@@ -69,6 +71,8 @@ class Settings:
                 "node; as many nodes may be lost at once"
             )
 
+        if self.on_nan not in POLICIES:
+            raise ValueError(f"on_nan={self.on_nan!r}: give one of {', '.join(map(repr, POLICIES))}")
         if self.verify_replicas < 0:
             raise ValueError(f"verify_replicas={self.verify_replicas}: compare every 1 or more steps, or 0 for never")
         if self.lean is not True and self.lean is not False and self.lean != "auto":

@@ -23,8 +23,9 @@ import torch
 from torch.optim import Optimizer
 
 from p2pstate.block import StepBlock
-from p2pstate.errors import P2PStateError, StepDiscarded
-from p2pstate.groups.gate import Ballot, vote
+from p2pstate.errors import NotFinite, P2PStateError, StepDiscarded, StepSkipped
+from p2pstate.finite import all_finite
+from p2pstate.groups.gate import NO_RANK, Ballot, vote
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.protection import Protection
@@ -38,13 +39,16 @@ NOT_IN_BACKWARD = -1
 class Stepping:
     """Watches the optimizers and loss scalers of one Replicator. ``step_s``: how long a step takes, as seen so far."""
 
-    def __init__(self, optimizers: Iterable[Optimizer], protection: Protection, vote_timeout_s: float) -> None:
-        """``vote_timeout_s``: how long a rank waits in a step for the votes of the others."""
+    def __init__(
+        self, optimizers: Iterable[Optimizer], protection: Protection, vote_timeout_s: float, on_nan: str
+    ) -> None:
+        """``vote_timeout_s``: how long a rank waits in a step for the others' votes; ``on_nan``: see Replicator."""
         self.optimizers = list(optimizers)
         self.scalers: list[Any] = []
         self.step_s = 0.0
         self._protection = protection
         self._vote_timeout_s = vote_timeout_s
+        self._on_nan = on_nan
         self._block: StepBlock | None = None
         self._rehearsing = False
         self._num_quiet_blocks = 0
@@ -71,7 +75,7 @@ class Stepping:
             if self._rehearsing:
                 block.boundary = True
             elif block.num_gates == num_gates:
-                self._gate(block)
+                self._gate(block, None)
             return result
 
         scaler.step = step
@@ -93,12 +97,12 @@ class Stepping:
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
-            self._gate(block)
+            self._gate(block, optimizer)
             return None
 
         def closure_then_gate() -> Any:
             loss = closure()
-            self._gate(block)
+            self._gate(block, optimizer)
             return loss
 
         if "closure" in kwargs:
@@ -113,13 +117,26 @@ class Stepping:
                 for parameter in group["params"]:
                     parameter.grad = None
 
-    def _gate(self, block: StepBlock) -> None:
+    def _gate(self, block: StepBlock, optimizer: Optimizer | None) -> None:
+        """``optimizer``: the one that is about to step; None where a loss scaler has looked, and declines."""
         block.boundary = True
+        if optimizer is not None and self._on_nan != "ignore":
+            block.finite = all_finite(optimizer)
         if not self._vote(block, ended=self._num_quiet_blocks >= NUM_QUIET_BLOCKS):
             raise StepDiscarded
+        if block.voted is not None and block.voted.spoilt_rank != NO_RANK:
+            self._not_finite(block.number, block.voted.spoilt_rank)
         block.num_gates += 1
         if block.num_gates == 1:
             block.num_collectives_before = REGISTRY.num_collectives
+
+    def _not_finite(self, step: int, rank: int) -> None:
+        if self._on_nan == "skip":
+            raise StepSkipped
+        raise NotFinite(
+            f"in step {step} gradients of rank {rank} are NaN or infinite: the run stops before they reach the model "
+            "(on_nan='stop'); look for the batch or the learning rate, or leave such batches out with on_nan='skip'"
+        )
 
     def finish(self, block: StepBlock) -> bool:
         """At the block's end: vote until all ranks are at theirs. False: the step must be discarded here."""
@@ -139,7 +156,7 @@ class Stepping:
             return True
         if block.voted is None:
             self._protection.wait_a_little(self.step_s)
-        block.voted = self.ballot(block.number, block.boundary, ended, self._vote_timeout_s)
+        block.voted = self.ballot(block.number, block.boundary, ended, self._vote_timeout_s, block.finite)
         if block.voted is not None and block.boundary and not block.voted.boundary:
             STATUS.fail(
                 P2PStateError(
@@ -150,11 +167,14 @@ class Stepping:
             return False
         return block.voted is not None
 
-    def ballot(self, step: int, boundary: bool, ended: bool, timeout_s: float | None = None) -> Ballot | None:
+    def ballot(
+        self, step: int, boundary: bool, ended: bool, timeout_s: float | None = None, finite: bool = True
+    ) -> Ballot | None:
         """None: this rank has seen an error, the ranks do not agree on what they vote about, or time is up."""
         protection = self._protection
         protected = protection.complete()
-        ballot = Ballot(int(boundary), int(ended), step, -step, *protected, protection.save_vote(step))
+        spoilt = NO_RANK if finite else REGISTRY.rank
+        ballot = Ballot(int(boundary), int(ended), step, -step, *protected, protection.save_vote(step), spoilt)
         result = vote(REGISTRY, STATUS, ballot, timeout_s)
         if result is not None and result.step != -result.neg_step:
             STATUS.fail(P2PStateError("ranks do not agree on the step: some have left the loop, others go on"))

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from p2pstate.block import StepBlock
-from p2pstate.errors import P2PStateError, StepDiscarded
+from p2pstate.errors import NotFinite, P2PStateError, StepDiscarded, StepSkipped
 from p2pstate.feed import Feed, LoopPosition
 from p2pstate.gradients import discard_gradients
 from p2pstate.groups.gate import Ballot
@@ -67,6 +67,7 @@ class Loop:
         protection: Protection,
         *,
         recovery_timeout_s: float,
+        on_nan: str,
         vote_timeout_s: float,
         save_timeout_s: float,
         disk: Disk | None,
@@ -76,7 +77,7 @@ class Loop:
         self._state = state
         self._models = list(models)
         self._feed = Feed(data, position)
-        self._stepping = Stepping(optimizers, protection, vote_timeout_s)
+        self._stepping = Stepping(optimizers, protection, vote_timeout_s, on_nan)
         self._rounds = Rounds(context, state, protection, recovery_timeout_s, disk)
         self.protection = protection
         self._recovery_timeout_s = recovery_timeout_s
@@ -218,6 +219,11 @@ class Loop:
         self._stepping.end()
         finished = error is None and not self._must_join and self._stepping.finish(block)
         METER.step_ends()
+        if isinstance(error, StepSkipped):
+            if not block.finite:
+                self._link.send("event", kind="skipped", step=block.number)
+            self._forget_gradients()
+            return True
         if isinstance(error, StepDiscarded):
             self._discard_pending = True
             return True
@@ -253,7 +259,9 @@ class Loop:
         exception ends the script. Does not return where another process has to try."""
         context, where = self._context, signature(error)
         discarded_anyway = STATUS.error is not None
-        known = number == 1 or context.raised == (number, where)  # nothing has worked yet, or it was tried in vain
+        known = (
+            number == 1 or isinstance(error, NotFinite) or context.raised == (number, where)
+        )  # nothing has worked yet, or it was tried in vain
         if self._must_join or context.raised is None or (known and not discarded_anyway):
             context.failing = True
             return False
@@ -369,6 +377,9 @@ class Loop:
         STATUS.fail(P2PStateError(f"the data of rank {self._context.rank} ended after step {self.step}"))
         return False
 
+    def _forget_gradients(self) -> None:
+        discard_gradients(self._models, self._stepping.optimizers, self._stepping.scalers)
+
     def _recover(self) -> None:
         """Forget the discarded step, and go on from the version that everybody resumes."""
         newcomer = self._must_join
@@ -379,7 +390,7 @@ class Loop:
             METER.discarded(self._stepping.step_s, time.monotonic() - STATUS.error_at)
         self._discard_pending = False
         self._feed.drop()
-        discard_gradients(self._models, self._stepping.optimizers, self._stepping.scalers)
+        self._forget_gradients()
         ended_at = -1 if self._ended_at is None else self._ended_at
         committed = 0 if newcomer else self.step
         warm = self._rehearsals.num_steps

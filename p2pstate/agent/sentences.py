@@ -25,6 +25,11 @@ class Sentences:
                 f"SILENT CORRUPTION? rank {rank} and rank {fields['other']} do not hold the same bytes "
                 f"any more in {fields['part']}, first seen at step {fields['version'][1]}"
             )
+        if kind == "skipped":
+            step = fields["step"]
+            return (
+                f"the batch for step {step} is left out: gradients of rank {rank} are NaN or infinite (on_nan='skip')"
+            )
         if kind == "resized":
             return "; ".join(["another number of ranks", *fields["said"]])
         if kind == "resolved":

@@ -22,7 +22,9 @@ from p2pstate.groups.registry import GATE, Registry
 from p2pstate.groups.status import Status
 from p2pstate.groups.waiting import wait_collective
 
-__all__ = ["Ballot", "vote"]
+__all__ = ["NO_RANK", "Ballot", "vote"]
+
+NO_RANK = 1 << 40  # above all ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Ballot:
     ``step``: the step being voted on; ``neg_step`` its negative, so that the minimum shows disagreement.
     ``protected_epoch``, ``protected_step``: newest version of which all that this rank writes is complete: its own
     slots and the copies it keeps for its wards. The smallest over all ranks is complete in both places everywhere.
+    ``spoilt_rank``: this rank, if its gradients are no numbers (and it was asked to look), else ``NO_RANK``.
     ``save``: whether a version should go to disk (see saving.py).
     """
 
@@ -45,6 +48,7 @@ class Ballot:
     protected_epoch: int
     protected_step: int
     save: int = 2
+    spoilt_rank: int = NO_RANK
 
 
 def vote(registry: Registry, status: Status, ballot: Ballot, timeout_s: float | None = None) -> Ballot | None:

@@ -63,3 +63,21 @@ def test_step_that_kills_its_rank_each_time_ends_the_run_by_its_budget(
     assert outcome.codes == {"node0": 75, "node1": 75}, outcome.log_tails
     assert "step 8 failed 3 times in a row (--max-tries-per-step 3); the last reason was: rank 2" in outcome.log_tails
     assert outcome.replaced()[:2] == [2, 2]
+
+
+def test_gradients_that_are_no_numbers_stop_the_run_or_are_left_out_as_asked(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    """Those of one rank alone. With batches left out a fault still comes to the same."""
+    stopped = train(tmp_path / "stop", fork_server, "7:2:grads-nan", args=("--on-nan", "stop"))
+    assert stopped.codes == {"node0": 1, "node1": 1}, stopped.log_tails
+    assert "in step 7 gradients of rank 2 are NaN or infinite" in stopped.log_tails
+    assert not stopped.replaced()
+    skipped = train(tmp_path / "skip", fork_server, "7:2:grads-nan", args=("--on-nan", "skip"))
+    assert skipped.codes == WELL, skipped.log_tails
+    assert [(event["rank"], event["step"]) for event in skipped.all("skipped")] == [(2, 7)]
+    assert not skipped.all("recovery")
+    assert all(list(steps) == list(range(1, NUM_STEPS + 1)) for steps in skipped.pids)
+    faulted = train(tmp_path / "faulted", fork_server, "7:2:grads-nan", "14:1:forward-die", args=("--on-nan", "skip"))
+    assert faulted.codes == WELL, faulted.log_tails
+    assert faulted.digests == skipped.digests

@@ -56,7 +56,8 @@ def test_vote_outcome_is_the_minimum_of_every_field_on_every_rank(tmp_path: Path
         (1, 1, 7, -8, 0, -1, 2),  # step and neg_step show that the ranks do not agree
         (1, 1, 1 << 40, -(1 << 40), 1 << 33, 1 << 50, 2),
     ]
-    assert run_ranks(cast, tmp_path, NUM_RANKS, ballots) == [expected] * NUM_RANKS
+    outcome = [astuple(Ballot(*each)) for each in expected]
+    assert run_ranks(cast, tmp_path, NUM_RANKS, ballots) == [outcome] * NUM_RANKS
 
 
 def cast_without_rank_two(line: Any, rank: int, num_ranks: int, folder: str, how: str) -> Any:

@@ -1,8 +1,8 @@
 """Trains a tiny model under p2prun, and hangs, dies or raises where it is told to: --mishap STEP:RANK:KIND, each once.
 
-A kind is WHERE-WHAT. Where: fetch (the batch), forward (half of it is done), backward (half of it is done), after (the
-optimizer has stepped), hook (of state.every, half of it is done), body (of the loop), or both (forward, each time,
-however often the step is tried). What:
+A kind is WHERE-WHAT. Where: fetch (the batch), forward (half of it is done), backward (half of it is done), grads (they
+are there), after (the optimizer has stepped), hook (of state.every, half of it is done), body (of the loop), or both
+(forward, each time, however often the step is tried). What:
 
 stop      SIGSTOP
 die       SIGKILL
@@ -16,6 +16,7 @@ odd       an exception that cannot be copied or shown
 exit      sys.exit()
 interrupt KeyboardInterrupt
 reduce    a collective
+nan       gradients that are no numbers
 
 digest-RANK, in the folder --out, is the digest of parameters, momentum and random state at the end; steps-RANK has the
 steps that came out of the loop and the process that they came from.
@@ -23,6 +24,7 @@ steps that came out of the loop and the process that they came from.
 
 import argparse
 import hashlib
+import math
 import os
 import re
 import signal
@@ -60,6 +62,7 @@ class Mishaps:
         self._at = {(int(step), kind) for step, of, kind in parsed if int(of) == rank}
         self._out = out
         self.step = 0
+        self.spoils = False
 
     def here(self, where: str) -> None:
         for step, kind in self._at:
@@ -112,6 +115,9 @@ class Mishaps:
 
     def _interrupt(self) -> None:
         raise KeyboardInterrupt
+
+    def _nan(self) -> None:
+        self.spoils = True
 
     def _reduce(self) -> None:
         dist.all_reduce(torch.ones(1))
@@ -166,6 +172,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--mishap", action="append", default=[])
+    parser.add_argument("--on-nan", default="ignore")
     parser.add_argument("--fsdp", action="store_true")
     args = parser.parse_args()
     p2pstate.init_process_group()
@@ -174,7 +181,7 @@ def main() -> None:
     module, model = build(args, mishaps)
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    state = p2pstate.Replicator(model, optimizer, data=Data(mishaps))
+    state = p2pstate.Replicator(model, optimizer, data=Data(mishaps), on_nan=args.on_nan)
 
     def train_step(batch: Tensor) -> Tensor:
         if state.rehearsing:
@@ -182,6 +189,11 @@ def main() -> None:
         time.sleep(STEP_S)
         loss = model(batch * (rank + 1)).pow(2).mean()
         loss.backward()
+        mishaps.here("grads")
+        if mishaps.spoils:
+            mishaps.spoils = False
+            for parameter in model.parameters():
+                parameter.grad.fill_(math.inf)  # of this rank alone
         optimizer.step()
         mishaps.here("after")
         optimizer.zero_grad()
@@ -202,7 +214,7 @@ def main() -> None:
 
     state.every(5, evaluate)
     for step, _ in state.run(train_step, steps=args.steps):
-        assert step == mishaps.step
+        assert step == mishaps.step or args.on_nan == "skip"
         mishaps.here("body")
         with open(args.out / f"steps-{rank}", "a") as file:
             file.write(f"{step} {os.getpid()}\n")
