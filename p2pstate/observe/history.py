@@ -54,6 +54,11 @@ class History:
     verdict: Event | None
 
     @property
+    def num_starts(self) -> int:
+        """How often the whole run was started."""
+        return len({event["nonce"] for event in self.events if event["event"] == "view" and "nonce" in event})
+
+    @property
     def num_failures(self) -> int:
         return len(self.incidents)
 

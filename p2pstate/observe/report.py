@@ -56,11 +56,12 @@ def _summary(history: History) -> str:
         ("goodput", f"{100 * total.ratio:.1f} % of {total.wall_s:.1f} s of all {len(history.ranks)} ranks"),
         ("began", f"{began}, lasted {history.end - history.begin:.1f} s"),
         ("newest step", str(history.newest_step)),
+        ("started", f"{history.num_starts} times" if history.num_starts > 1 else "once"),
         ("failures", f"{history.num_failures}, {history.steps_lost} committed steps lost"),
         ("ended", str(history.verdict["text"]) if history.verdict is not None else "no verdict in these files"),
     ]
     if mtbf_s is not None:
-        rows.insert(4, ("time between failures", f"{mtbf_s:.1f} s of one rank"))
+        rows.insert(5, ("time between failures", f"{mtbf_s:.1f} s of one rank"))
     return _table((), rows)
 
 

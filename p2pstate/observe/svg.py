@@ -28,7 +28,10 @@ COLOURS = {
     "shutdown": "#bbbbbb",
     "other": "#666666",
 }
-SHADES = ("#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#cc79a7", "#999999", "#f0e442", "#009e73")
+SHADES = (
+    *("#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#cc79a7", "#999999"),
+    *("#f0e442", "#009e73", "#8c6bb1", "#444444", "#66c2a5", "#bbbbbb"),
+)
 
 
 def waterfall(shares: Mapping[str, tuple[str, float]], total: float, unit: str) -> str:
@@ -72,11 +75,12 @@ def strips(rows: Sequence[tuple[str, Sequence[Mapping[str, float]]]], marks: Seq
         cell_width = width / max(1, len(cells))
         for column, shares in enumerate(cells):
             bottom = top + ROW_HEIGHT - 3.0
+            full = max(1.0, sum(shares.values()))  # what was reported late can lie on top of something else
             for category in COLOURS:
-                share = shares.get(category, 0.0)
+                share = shares.get(category, 0.0) / full
                 if share <= 0.005:
                     continue
-                bar = (ROW_HEIGHT - 5) * min(1.0, share)
+                bar = (ROW_HEIGHT - 5) * share
                 bottom -= bar
                 what = f"{title}: {category} {100 * share:.0f} %"
                 parts.append(

@@ -112,6 +112,7 @@ def test_history_sums_up_a_run(history: History) -> None:
     assert history.total.wall_s == pytest.approx(22, abs=0.01)
     assert history.rank_mtbf_s == pytest.approx(11, abs=0.01)
     assert history.verdict is not None
+    assert history.num_starts == 1
 
 
 def test_page_is_well_formed_needs_nothing_from_elsewhere_and_tells_the_story(history: History) -> None:
@@ -146,6 +147,12 @@ def test_cells_of_the_timeline_hold_all_the_time(history: History) -> None:
     drawn = svg.strips([("rank 0", [{"useful": 0.5, "data": 0.5}, {"recovery": 1.0}])], [])
     heights = [float(height) for height in re.findall(r'<rect [^>]*height="([\d.]+)"', drawn)]
     assert sum(heights) == pytest.approx(2 * (svg.ROW_HEIGHT - 5), abs=0.2)
+
+
+def test_cell_that_holds_more_than_there_was_time_is_full() -> None:
+    drawn = svg.strips([("rank 0", [{"useful": 1.5, "data": 0.5}])], [])
+    heights = [float(height) for height in re.findall(r'<rect [^>]*height="([\d.]+)"', drawn)]
+    assert sum(heights) == pytest.approx(svg.ROW_HEIGHT - 5, abs=0.2)
 
 
 def test_waterfall_goes_down_to_what_was_useful() -> None:

@@ -1,0 +1,94 @@
+"""The page server without a node: who may ask, what is answered, what cannot be served."""
+
+import http.client
+from collections.abc import Iterator
+from concurrent.futures import TimeoutError as FutureTimeout
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from test_observe_page import answer
+
+from p2pstate.agent.serving import PageServer
+
+
+class Asked:
+    """What the node would do."""
+
+    def __init__(self) -> None:
+        self.fails: Exception | None = None
+
+    def gather(self) -> dict[str, Any]:
+        if self.fails is not None:
+            raise self.fails
+        return {"n0": answer()}
+
+    def metrics(self) -> bytes:
+        if self.fails is not None:
+            raise self.fails
+        return b"p2pstate_up 1\n"
+
+
+@pytest.fixture
+def asked() -> Asked:
+    return Asked()
+
+
+@pytest.fixture(params=[None, "sesame"])
+def server(request: pytest.FixtureRequest, asked: Asked) -> Iterator[PageServer]:
+    found = PageServer("127.0.0.1:0", request.param, "n0", asked.gather, asked.metrics)
+    found.start()
+    yield found
+    found.close()
+
+
+def ask(server: PageServer, path: str, method: str = "GET", token: str = "sesame") -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=10)
+    connection.request(method, path, headers={"Authorization": f"Bearer {token}"})
+    reply = connection.getresponse()
+    body = reply.read()
+    connection.close()
+    return reply.status, body
+
+
+def test_server_answers_what_there_is(server: PageServer) -> None:
+    assert b"training, protected" in ask(server, "/")[1]
+    assert b'"run_id": "job"' in ask(server, "/status.json")[1]
+    assert ask(server, "/metrics") == (200, b"p2pstate_up 1\n")
+    assert ask(server, "/", "HEAD") == (200, b"")
+    assert ask(server, "/../etc/passwd")[0] == 404
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+def test_server_is_read_only(method: str, server: PageServer) -> None:
+    assert ask(server, "/", method)[0] == 501
+
+
+@pytest.mark.parametrize("server", ["sesame"], indirect=True)
+def test_server_with_a_token_tells_nothing_without_it(server: PageServer) -> None:
+    for path in ("/", "/status.json", "/metrics", "/nothing"):
+        code, body = ask(server, path, token="wrong")
+        assert code == 401
+        assert b"job" not in body
+    assert ask(server, "/?token=sesame", token="")[0] == 200
+
+
+def test_server_of_a_node_that_hangs_says_so(server: PageServer, asked: Asked) -> None:
+    asked.fails = FutureTimeout()
+    assert ask(server, "/")[0] == 503
+
+
+def test_server_without_the_metrics_library_says_what_to_install(server: PageServer, asked: Asked) -> None:
+    asked.fails = ValueError("metrics need prometheus-client")
+    assert ask(server, "/metrics") == (501, b"metrics need prometheus-client\n")
+
+
+@pytest.mark.parametrize("bind", ["localhost", "127.0.0.1:", "127.0.0.1:http", ":8600"])
+def test_server_at_no_address_is_refused_in_words(bind: str, asked: Asked) -> None:
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        PageServer(bind, None, "n0", asked.gather, asked.metrics)
+
+
+def test_server_at_a_port_that_is_taken_is_an_error(server: PageServer, asked: Asked) -> None:
+    with pytest.raises(OSError, match="in use"):
+        PageServer(urlsplit(server.url).netloc, None, "n0", asked.gather, asked.metrics)
