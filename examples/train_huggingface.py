@@ -50,14 +50,14 @@ def main() -> None:
         warmup_steps=4,
         logging_steps=10,
         save_strategy="no",
-        eval_strategy="no",
+        eval_strategy="steps",
+        eval_steps=20,
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = ReplicatedTrainer(model=model, args=training, train_dataset=Tokens(240, 24))
+    trainer = ReplicatedTrainer(model=model, args=training, train_dataset=Tokens(240, 24), eval_dataset=Tokens(16, 24))
     set_seed(1000 + dist.get_rank())  # dropout differs from rank to rank
     trainer.train()
-    trainer.evaluate(Tokens(16, 24))  # collectives are fine once training has ended
     optimizer = trainer.optimizer.optimizer
     save_final_state(args.out, dist.get_rank(), trainer.model, optimizer, trainer.lr_scheduler)
 

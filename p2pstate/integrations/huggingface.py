@@ -6,10 +6,10 @@ whatever process or node dies. Call ``p2pstate.init_process_group()`` before ``T
 The Trainer keeps model, optimizer, scheduler, gradient accumulation, clipping, logging and callbacks. Batches come from
 a p2pstate loader over ``train_dataset``, because their position has to be part of the state.
 
-Limits: transformers 5, map-style data sets, ``eval_strategy="no"`` and ``save_strategy="no"`` (both use collectives
-between steps; evaluate after training, keep checkpoints with ``replicator={"checkpoint": DIR}``), no DeepSpeed, no
-loss averaging over ranks: each rank logs its own loss. What callbacks remember is not part of the state: a replaced
-rank's callbacks begin anew, and its ``log_history`` with the step it joined at.
+Limits: transformers 5, map-style data sets, ``save_strategy="no"`` (keep checkpoints with ``replicator={"checkpoint":
+DIR}``), no DeepSpeed, no loss averaging over ranks: each rank logs its own loss. An evaluation that a fault interrupts,
+or takes back, is done again on all ranks. What callbacks remember is not part of the state: a replaced rank's callbacks
+begin anew, and its ``log_history`` with the step it joined at.
 """
 
 from __future__ import annotations
@@ -72,13 +72,12 @@ class ReplicatedTrainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
         if not hasattr(transformers.Trainer, "_run_epoch"):
             raise ConfigError(f"transformers {transformers.__version__} is too old: version 5 or newer is needed")
-        for name in ("eval_strategy", "save_strategy"):
-            if getattr(self.args, name) != "no":
-                raise ConfigError(
-                    f'{name}="{getattr(self.args, name)}" needs collectives between steps, which a rank that joins '
-                    f'later cannot take part in. Give {name}="no"; evaluate after training, and keep checkpoints with '
-                    'replicator={"checkpoint": DIR}'
-                )
+        if self.args.save_strategy != "no" or self.args.eval_on_start:
+            raise ConfigError(
+                "a rank that joins later cannot take part in what save_strategy and eval_on_start make all ranks do "
+                'together. Give save_strategy="no" and eval_on_start=False; keep checkpoints with '
+                'replicator={"checkpoint": DIR}'
+            )
         if self.is_deepspeed_enabled:
             raise ConfigError("DeepSpeed keeps training state of its own, which cannot be captured: use DDP or FSDP")
         if isinstance(self.train_dataset, torch.utils.data.IterableDataset):
@@ -119,7 +118,7 @@ class ReplicatedTrainer(transformers.Trainer):
     ) -> None:
         """Committed steps up to the end of an epoch: of this one, or, in a rank that joined later, of the run's."""
         if self.replicator is None:
-            self._protect(model, train_dataloader)
+            self._protect(model, train_dataloader, num_update_steps_per_epoch)
         assert self.replicator is not None
         for step, (loss, grad_norm, learning_rate) in self._steps:
             if not self.replicator.replaying:
@@ -143,14 +142,23 @@ class ReplicatedTrainer(transformers.Trainer):
             self.control.should_training_stop = True
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
 
-    def _protect(self, model: torch.nn.Module, loader: Loader) -> None:
+    def _protect(self, model: torch.nn.Module, loader: Loader, num_steps_per_epoch: int) -> None:
         optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's wrapper has no state
         components = [model, optimizer, self.lr_scheduler]
         if self.accelerator.scaler is not None:
             components.append(self.accelerator.scaler)
         data = _Groups(loader, self.args.gradient_accumulation_steps)
         self.replicator = Replicator(*components, data=data, **self._settings)
+        if self.args.eval_strategy != "no":
+            by_steps = self.args.eval_strategy == "steps"
+            self.replicator.every(int(self.state.eval_steps) if by_steps else num_steps_per_epoch, self._evaluate_at)
         self._steps = self.replicator.run(self._step_on, steps=self.state.max_steps)
+
+    def _evaluate_at(self, step: int) -> None:
+        """Between two steps, on all ranks."""
+        self.state.global_step = step
+        self.evaluate()
+        self.model_wrapped.train()
 
     def _step_on(self, batches: list[Any]) -> tuple[torch.Tensor, Any, float]:
         """One optimizer step on its micro-batches. Returns loss, norm of the gradients and learning rate."""
