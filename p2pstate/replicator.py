@@ -43,7 +43,7 @@ class Replicator:
     """Keeps the state of a training job alive in two places, and resumes it after a fault.
 
     Args:
-        *components: the model or models (DDP, FSDP2 or plain modules), the optimizer or optimizers, and anything else
+        *components: the model or models (DDP, FSDP, TP or plain modules), the optimizer or optimizers, anything else
             with ``state_dict()`` and ``load_state_dict()`` whose state belongs to the run (schedulers, GradScaler,
             averages). Order does not matter.
         data: an iterable of batches with ``state_dict()`` and ``load_state_dict()``, in which the position means
