@@ -205,6 +205,42 @@ class Counted(Drawing):
         return super().__getitem__(index)
 
 
+@pytest.mark.parametrize("sampler", [None, RandomSampler])
+def test_loader_cut_at_batch_5_of_each_epoch_sees_each_index_once_in_the_order_of_its_twin(sampler: Any) -> None:
+    """An ordinary loop over epochs, whose other code draws random numbers; every process begins with other streams."""
+
+    def make() -> Loader:
+        data = Drawing(64)
+        return Loader(data, 4, None if sampler else True, sampler(data) if sampler else None, num_workers=0)
+
+    def train(loader: Loader, epochs: range, cut_at: int | None) -> list[tuple[int, list[int]]]:
+        seen = []
+        for epoch in epochs:
+            for batch in loader:
+                torch.rand(3)
+                seen.append((epoch, plain(batch)[0]))
+                if len(seen) == cut_at:
+                    return seen
+        return seen
+
+    torch.manual_seed(1)
+    twin = train(make(), range(2), None)
+    torch.manual_seed(1)
+    first = make()
+    seen = train(first, range(2), 5)
+    state, streams = first.state_dict(), torch.get_rng_state()
+    for cut_at in (16, None):  # batch 5 of the second epoch
+        torch.manual_seed(77)
+        loader = make()
+        loader.load_state_dict(state)
+        torch.set_rng_state(streams)
+        seen += train(loader, range(loader.epoch, 2), cut_at)
+        state, streams = loader.state_dict(), torch.get_rng_state()
+    assert seen == twin
+    for epoch in range(2):
+        assert sorted(index for each, batch in seen if each == epoch for index in batch) == list(range(64))
+
+
 def test_loader_counts_what_was_delivered_and_not_what_was_fetched_ahead(unfaulted: list[Any]) -> None:
     dataset = Counted()
     loader = Loader(dataset, 4, shuffle=True, num_workers=2, prefetch_factor=2, seed=3)
