@@ -34,6 +34,8 @@ class LiveRun:
         self.fetch_s = 0.0
         self._finder = IncidentFinder()
         self._shipped: dict[int, int] = {}  # by rank: what its process has told of so far
+        self._saved: tuple[int, float] | None = None  # the newest step on disk, and since when
+        self._slow: dict[int, tuple[float, str]] = {}  # by rank: when it was said to be slow, and why
         self._commits: defaultdict[int, dict[int, float]] = defaultdict(
             dict
         )  # by rank: when recent steps were committed
@@ -58,6 +60,10 @@ class LiveRun:
                 self.recovery_s[source, str(phase)] += float(seconds)
         elif kind in ("corrupt", "replicas_differ"):
             self.verification_failures[kind] += 1
+        elif kind == "saved":
+            self._saved = (int(event["step"]), float(event["t"]))
+        elif kind == "straggler":
+            self._slow[event["rank"]] = (float(event["t"]), str(event["reason"]))
         elif kind == "worker_started":
             self._shipped.pop(event["rank"], None)
 
@@ -106,6 +112,8 @@ class LiveRun:
                 "run": dict(self.ledger.total().seconds),
             },
             "fetch_p95_s": fetches[int(0.95 * (len(fetches) - 1))] if fetches else None,
+            "on_disk": None if self._saved is None else {"step": self._saved[0], "s_ago": now - self._saved[1]},
+            "slow": [[rank, reason] for rank, (t, reason) in sorted(self._slow.items()) if t >= now - NOW_S],
             "incidents": [_told(incident, now) for incident in self._finder.incidents[-MAX_INCIDENTS:]],
             "num_incidents": len(self._finder.incidents),
         }

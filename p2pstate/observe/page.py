@@ -41,6 +41,8 @@ def merge(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     seconds = {window: _sum(answer["live"]["seconds"][window] for answer in answers.values()) for window in WINDOWS}
     fetches = [answer["live"]["fetch_p95_s"] for answer in answers.values()]
     verdicts = [answer["verdict"] for answer in answers.values() if answer["verdict"] is not None]
+    saved = [answer["live"]["on_disk"] for answer in answers.values() if answer["live"]["on_disk"] is not None]
+    slow = {rank: reason for answer in answers.values() for rank, reason in answer["live"]["slow"]}
     ranks = [rank | {"node": name} for name, answer in answers.items() for rank in answer["ranks"]]
     return {
         "run_id": next(iter(answers.values()))["run_id"],
@@ -52,6 +54,8 @@ def merge(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "weaknesses": sorted({text for answer in answers.values() for text in answer["weaknesses"]}),
         "goodput": {window: {"ratio": Goodput(found).ratio, "seconds": found} for window, found in seconds.items()},
         "incidents": _incidents(answer["live"]["incidents"] for answer in answers.values()),
+        "on_disk": max(saved, key=lambda each: int(each["step"]), default=None),
+        "slow": [[rank, reason] for rank, reason in sorted(slow.items())],
         "fetch_p95_s": max((value for value in fetches if value is not None), default=None),
     }
 
@@ -159,7 +163,10 @@ def _state(run: Mapping[str, Any]) -> str:
         took = "not over yet" if newest["seconds"] is None else f"survived in {newest['seconds']:.2f} s"
         text = f"newest failure {newest['s_ago']:.0f} s ago: {newest['reason']}; {took}"
         lines.append(f"<p>{escape(text)}, {newest['steps_lost']} committed steps lost</p>")
+    if run["on_disk"] is not None:
+        lines.append(f"<p>on disk: step {run['on_disk']['step']}, for {run['on_disk']['s_ago']:.0f} s</p>")
     notes = [f"waiting: {text}" for text in run["waiting"]] + [f"weak: {text}" for text in run["weaknesses"]]
+    notes += [f"rank {rank} is slow: {reason}" for rank, reason in run["slow"]]
     return "".join(lines) + "".join(f'<p class="bad">{escape(note)}</p>' for note in notes)
 
 

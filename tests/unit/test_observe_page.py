@@ -194,6 +194,19 @@ def test_page_begins_with_the_state_of_the_run(changes: dict[str, Any], well: bo
     assert text in as_page(run, "n0")
 
 
+def test_page_tells_what_is_on_disk_and_who_is_slow() -> None:
+    live = live_run()
+    for event in (
+        {"t": 100, "event": "saved", "step": 20},
+        {"t": 104, "event": "straggler", "rank": 0, "reason": "2.5 times as long"},
+    ):
+        live.add(event | {"node": "n0"})
+    page = as_page(merge({"n0": answer(live=live.summary(105.0)), "n1": answer("n1")}), "n0")
+    assert "on disk: step 20, for 5 s" in page
+    assert "rank 0 is slow: 2.5 times as long" in page
+    assert live.summary(105.0 + 120)["slow"] == []
+
+
 def test_page_links_the_others_loads_nothing_and_escapes() -> None:
     evil = answer("n1", page='http://x/"><script>', weaknesses=["<script>alert(1)</script>"], ranks=[])
     page = as_page(merge({"n0": answer(), "n1": evil}), "n0")
