@@ -45,7 +45,7 @@ def left(folder: Path, num_ranks: int, rank: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(("form", "sizes"), [("fsdp", (1, 3)), ("ddp", (4,))])
+@pytest.mark.parametrize(("form", "sizes"), [("fsdp", (1, 3)), pytest.param("ddp", (4,), marks=pytest.mark.slow)])
 def test_checkpoint_is_resumed_on_another_number_of_ranks(
     form: str, sizes: tuple[int, ...], tmp_path: Path, fork_server: dict[str, str]
 ) -> None:
@@ -72,7 +72,7 @@ def test_checkpoint_is_resumed_on_another_number_of_ranks(
 
 @pytest.mark.parametrize(
     "form",
-    ["hsdp", "fsdp_tp", pytest.param("ddp", marks=pytest.mark.slow), pytest.param("fsdp", marks=pytest.mark.slow)],
+    ["hsdp", *(pytest.param(form, marks=pytest.mark.slow) for form in ("fsdp_tp", "ddp", "fsdp"))],
 )
 def test_checkpoint_of_four_ranks_is_read_whole_by_stock_pytorch(
     form: str, tmp_path: Path, fork_server: dict[str, str]
