@@ -119,6 +119,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/rounds.py         pure: how a round begins
     agent/saves.py          saves, as the agent runs them
     agent/draining.py       what goes to disk before the end
+    agent/resizing.py       on fewer nodes, and on as many as before
     agent/sentences.py      what a person reads
     agent/weaknesses.py
     agent/rehearsals.py     spares that have run the script

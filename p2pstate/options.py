@@ -24,7 +24,10 @@ def add_run(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     run = parser.add_argument_group("the run")
     run.add_argument("--run-id", default=os.environ.get("P2PSTATE_RUN_ID", "default"), help="the same on every node")
     run.add_argument(
-        "--nnodes", default="1", metavar="N or MIN:MAX", help="training nodes; a run keeps as many as it begins with"
+        "--nnodes",
+        default="1",
+        metavar="N or MIN:MAX",
+        help="training nodes; with a checkpoint directory a run goes on with fewer than it began with, down to MIN",
     )
     run.add_argument("--spares", type=int, default=0, metavar="N", help="spare nodes the first view waits for")
     run.add_argument("--witnesses", type=int, default=0, metavar="N", help="witnesses the first view waits for")

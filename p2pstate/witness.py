@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from p2pstate.agent.rounds import decide_restart, decide_start, same_size
+from p2pstate.agent.rounds import decide_restart, decide_start, num_places
 from p2pstate.errors import EXIT_REPLACE
 from rendezvous.agent import has_left
 from rendezvous.config import Config
@@ -64,7 +64,7 @@ class Witness:
         return wanted or has_left(previous, given), data
 
     def num_places(self, previous: View, ballots: Mapping[MemberKey, dict[str, Any]]) -> tuple[int, int] | None:
-        return None if _under_torchrun(ballots) else same_size(previous)
+        return None if _under_torchrun(ballots) else num_places(previous, ballots.values())
 
     def on_view(self, view: View) -> None:
         self._say(f"view {view.epoch}: training on {', '.join(m.name for m in view.places)} ({view.reason})")

@@ -144,6 +144,7 @@ class Core:
             case Contacts():
                 self._joining.read(event, now)
             case Propose():
+                self.agreement.blocked_at = None  # what the application allows may be different now
                 self.motives.request(event.reason, now)
             case Declare():
                 self._end(event.verdict)

@@ -30,7 +30,8 @@ from p2pstate.agent.output import Writer
 from p2pstate.agent.pausing import Pausing
 from p2pstate.agent.rehearsals import Rehearsals
 from p2pstate.agent.requests import Requests
-from p2pstate.agent.rounds import Progress, assignment, decide_start, progress_of, ranks_of, round_info, same_size
+from p2pstate.agent.resizing import Resizing
+from p2pstate.agent.rounds import Progress, assignment, decide_start, num_places, progress_of, ranks_of, round_info
 from p2pstate.agent.saves import Saves
 from p2pstate.agent.sentences import Sentences
 from p2pstate.agent.serving import Gatherer, PageServer
@@ -91,6 +92,7 @@ class Agent:
         self._saves = Saves(self.node, self._supervisor, self._vault, self.events, config.name)
         self._raised: dict[int, tuple[int, str]] = {}  # by rank: what it raised last in a step
         self._draining = Draining(self.node, self._vault, self.events, self._saves, self._lineage, config.name)
+        self._resizing = Resizing(self.node, config, self._draining, self._start_all_over)
         self._requests = Requests(self.node, self._supervisor.tell, self._vault, self._lineage)
         self._done_places: dict[int, set[int]] = {}  # round -> places whose workers have all finished
         self._known = Progress(0, -1)  # by what any member has told
@@ -186,6 +188,7 @@ class Agent:
             "rerun": Phase.RERUN in phases,
             "has_state": any(record.version and record.version.step > 0 for record in self._vault.records()),
             **self._known.table(),
+            **self._resizing.ballot(),
         }
 
     def progress(self) -> dict[str, Any]:
@@ -198,7 +201,7 @@ class Agent:
         return decide_start(previous, ballots.values())
 
     def num_places(self, previous: View, ballots: Mapping[MemberKey, dict[str, Any]]) -> tuple[int, int]:
-        return same_size(previous)
+        return num_places(previous, ballots.values())
 
     def on_view(self, view: View) -> None:
         self._cancel_waiting()
@@ -219,6 +222,8 @@ class Agent:
             self._begin_round(view, start)
         elif self._wants_round:
             self.node.propose(self._wants_round)  # decided from ballots that did not know yet
+        if self._info is not None:
+            self._resizing.on_view(view, self._info, self._is_training, new_round=new_round)
 
     def on_waiting(self, reason: str) -> None:
         if self.verdict is not None:
@@ -460,6 +465,8 @@ class Agent:
         self._info = round_info(view, start, self._config.run_id, self._job.num_workers)
         self._wants_round = self._start_over = ""
         self._saves.round_begins(self._info)
+        if previous is not None and previous.world_size != self._info.world_size:
+            self._vault.close()  # what is in it was cut for another number of ranks, and is on disk
         if previous is not None:
             self._abort(previous.epoch, view.reason, tell_others=False)
         self._some_finished = False
@@ -638,11 +645,17 @@ class Agent:
             self.end(EXIT_CONFIG, f"{text}; check --contacts ({', '.join(self._config.contacts)}) and --nnodes")
         else:
             text = f"no view within {wait_s:g} s of waiting (--spare-wait): {self._waiting_reason}"
-            if self._config.num_nodes_min < self._config.num_nodes_max:
-                text += (
-                    ". A run keeps the number of training nodes it began with, whatever --nnodes allows at its start"
-                )
-            self._declare(EXIT_RETRY, text)
+            if self._config.num_nodes_min < self._config.num_nodes_max and not self._saves.configured:
+                text += "; fewer nodes, as --nnodes allows, need Replicator(checkpoint=...)"
+            if self._info is None or not self._saves.configured:
+                self._declare(EXIT_RETRY, text)
+                return
+            self._resizing.shrink(self._info, text, lambda: self._declare(EXIT_RETRY, text))
+
+    def _start_all_over(self, reason: str) -> None:
+        """All workers begin again, from disk, on whatever places the next view has."""
+        self._start_over = Start.FRESH
+        self._want_round(reason)
 
     def _cancel_waiting(self) -> None:
         if self._waiting_timer is not None:

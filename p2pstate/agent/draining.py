@@ -45,6 +45,7 @@ class Draining:
         self._deadline = 0.0
         self._gathered: dict[str, tuple[list[SlotRecord], list[tuple[int, Version]]]] | None = None
         self._version: Version | None = None  # of the save that this node leads
+        self.on_disk = False  # the newest drain has left its version on disk
 
     @property
     def active(self) -> bool:
@@ -52,12 +53,14 @@ class Draining:
 
     def start(self, info: RoundInfo | None, reason: str, training: bool, then: Callable[[], None]) -> None:
         """Drain, then call ``then``, at once where there is nothing to do. ``training``: the ranks go on with steps."""
+        self.on_disk = False
         if info is None or not self._saves.configured:
             then()
             return
+        self._gathered = self._version = None
         self._info, self._reason, self._then = info, reason, then
         self._deadline = time.monotonic() + DRAIN_S
-        self._node.call_later(DRAIN_S, lambda: self._finish(f"it took longer than {DRAIN_S:g} s"))
+        self._node.call_later(DRAIN_S, lambda: self._too_late(then))
         if training:
             began = time.monotonic()
             self._saves.ask_training(lambda version, error, name: self._training_saved(began, version, error, name))
@@ -160,11 +163,16 @@ class Draining:
         if self.active:
             self._finish(error, f"step {version.step} is on disk ({name})")
 
+    def _too_late(self, then: Callable[[], None]) -> None:
+        if self._then is then:
+            self._finish(f"it took longer than {DRAIN_S:g} s")
+
     def _finish(self, error: str, text: str = "") -> None:
         """Say what was written, and end. Once."""
         then, self._then = self._then, None
         if then is None:
             return
+        self.on_disk = not error
         sentence = f"before the end ({self._reason}): {text}"
         if error:
             sentence = f"before the end ({self._reason}) nothing was written to disk: {error}"

@@ -18,10 +18,10 @@ __all__ = [
     "assignment",
     "decide_restart",
     "decide_start",
+    "num_places",
     "progress_of",
     "ranks_of",
     "round_info",
-    "same_size",
 ]
 
 
@@ -71,9 +71,13 @@ def decide_restart(previous: View | None, ballots: Iterable[Mapping[str, Any]]) 
     return decide_start(previous, [{**ballot, "outside": True} for ballot in ballots])
 
 
-def same_size(previous: View) -> tuple[int, int]:
-    """(fewest, most) training nodes of the next view: shards are cut for as many as the run began with."""
-    return len(previous.places), len(previous.places)
+def num_places(previous: View, ballots: Iterable[Mapping[str, Any]]) -> tuple[int, int]:
+    """(fewest, most) training nodes of the next view: as many as before, for shards are cut for so many, unless some
+    member has seen to it that others are possible (see resizing.py)."""
+    asked = [tuple(ballot["places"]) for ballot in ballots if ballot.get("places")]
+    if not asked:
+        return len(previous.places), len(previous.places)
+    return min(fewest for fewest, _ in asked), max(most for _, most in asked)
 
 
 def progress_of(view: View | None) -> Progress:

@@ -80,7 +80,9 @@ class Saves:
     def round_begins(self, info: RoundInfo) -> None:
         """Whatever was under way belongs to a round that is over: its slots are no longer set aside."""
         self._ready = None
-        if not self._outlives_rounds:
+        if self.busy and self._outlives_rounds:
+            self._outlives_rounds = False
+        else:
             self._fail(f"the round ended: {info.reason}")
         self._info = info
 
@@ -155,7 +157,13 @@ class Saves:
 
         ``on_end`` (version, error, name) is called when it ends; with it, the next round does not end it.
         """
-        self._fail("another one begins")
+        if on_end is not None:
+            self._on_end = None  # of a session that ends here without being asked for any more
+        if self._session is not None and self._session.version == version:
+            self._session = None  # another node leads it
+            self._drop_order()
+        else:
+            self._fail("another one begins")
         self._reason, self.began_at = reason, time.monotonic()
         if on_end is not None:
             self._on_end, self._outlives_rounds = on_end, True
@@ -209,9 +217,7 @@ class Saves:
     def _ended(self, action: End) -> None:
         session = self._session
         assert session is not None
-        if self._order is not None and self._writer is not None:
-            self._supervisor.kill_helper(self._writer)  # busy with something that nobody wants any more
-            self._writer = self._order = None
+        self._drop_order()
         self._report(session.version, action.error, action.name, action.num_bytes)
         message = {"t": "saved", "version": list(session.version), "error": action.error, "name": action.name}
         for worker in self._supervisor.assigned():
@@ -220,12 +226,17 @@ class Saves:
         if self._on_end is not None:
             self._on_end(session.version, action.error, action.name)
 
+    def _drop_order(self) -> None:
+        """A writer that is busy with something that nobody wants any more is killed."""
+        if self._order is not None and self._writer is not None:
+            self._supervisor.kill_helper(self._writer)
+            self._writer = self._order = None
+
     def _report(self, version: Version, error: str, name: str, num_bytes: int) -> None:
         """Once per save, on every member: those without ranks hear of it as well."""
         if version == self._told:
             return
         self._told = version
-        leads = self._session is not None and self._session.leads and self._session.version == version
         if error:
             self._num_failed += 1
             sentence = f"step {version.step} was not written to disk: {error}; training goes on, the next save is tried"
@@ -239,11 +250,14 @@ class Saves:
             )
             return
         self.on_disk = version
-        seconds = time.monotonic() - self.began_at
-        sentence = f"step {version.step} is on disk ({name}, {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s)"
+        took_part = self._session is not None and self._session.version == version
+        seconds = time.monotonic() - self.began_at if took_part else None
+        sentence = ""
+        if took_part and self._session is not None and self._session.leads:
+            sentence = f"step {version.step} is on disk ({name}, {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s)"
         self._events.emit(
             "saved",
-            sentence if leads else "",
+            sentence,
             step=version.step,
             epoch=version.epoch,
             name=name,

@@ -1,11 +1,13 @@
 """A small model under one parallelism, on any number of ranks: writes what each resumed, holds at its end, has seen.
 
-Arguments: form (ddp or fsdp; on four ranks hsdp or fsdp_tp), folder, steps. The checkpoint is in the folder.
+Arguments: form (ddp or fsdp; on four ranks hsdp or fsdp_tp), folder, steps, and how many seconds to rest
+after each. The checkpoint is in the folder.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -63,7 +65,10 @@ def main() -> None:
         optimizer.zero_grad()
         return indices.tolist()
 
-    seen = dict(state.run(train_step, steps=steps))
+    seen = {}
+    for step, indices in state.run(train_step, steps=steps):
+        seen[step] = indices
+        time.sleep(float(sys.argv[4]) if len(sys.argv) > 4 else 0.0)
     torch.save({"seen": seen, "begins": begins, "ends": holds()}, folder / f"{num_ranks}-{rank}.pt")
 
 
