@@ -134,7 +134,9 @@ class IncidentFinder:
             self._open.recoveries[event["rank"]] = event
 
     def on_step(self, event: Event, t: float) -> None:
-        rank, step = event["rank"], event["step"]
+        rank, step = event.get("rank"), event.get("step")
+        if rank is None or step is None:
+            return
         incident = self._open
         self._steps[rank] = step
         if incident is None:

@@ -50,7 +50,7 @@ class LiveRun:
             self._recent.append((float(event["t"]), event["clock"]["seconds"]))
             while self._recent and self._recent[0][0] < event["t"] - HOUR_S:
                 self._recent.popleft()
-        if kind == "step":
+        if kind == "step" and "step" in event:
             self._on_step(event)
         elif kind == "recovery":
             source = str(event["source"])
