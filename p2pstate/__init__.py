@@ -128,6 +128,8 @@ Layout, from the top down (a file imports only what stands above it):
     agent/health.py         what probes look at
     agent/chaos.py          faults on request
     agent/serving.py        the page, metrics
+    agent/ranks.py          which process holds which rank, round by round
+    agent/waiting.py        a node's patience
     agent/agent.py          rendezvous, vault and workers together
     agent/companion.py      the vault of a torchrun node
     data/permutation.py     data/: p2pstate.data, which uses nothing of what stands above
