@@ -14,7 +14,8 @@ import torch.utils.data
 import p2pstate
 from p2pstate.cli import _parser, main
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text()
 
 
 def sides_of_the_diff() -> tuple[str, str]:
@@ -55,9 +56,10 @@ def test_readme_command_is_one_that_p2prun_takes() -> None:
     assert options.bind in options.contacts.split(",")
 
 
-def test_readme_meter_section_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_meter_section_runs_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    snippet = re.search(r"```python\n(from p2pstate\.observe import .*?)```", README, re.DOTALL)
+    page = (ROOT / "docs" / "goodput.md").read_text()
+    snippet = re.search(r"```python\n(from p2pstate\.observe import .*?)```", page, re.DOTALL)
     assert snippet is not None
     names: dict[str, Any] = {"torch": torch, "model": torch.nn.Linear(1, 1), "loader": range(200), "first": 1}
     exec(snippet.group(1), names | {"train": lambda batch: None})
