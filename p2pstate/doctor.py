@@ -22,6 +22,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import psutil
+
+from p2pstate.memory import Bound, room
 from p2pstate.options import add_network, operator_config
 from rendezvous.config import Config, split_endpoint
 from rendezvous.discovery import read_contacts
@@ -93,7 +96,7 @@ def examine(options: argparse.Namespace) -> list[Finding]:
         ("kernel", check_kernel),
         ("open files", lambda: check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))),
         ("locked memory", lambda: check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_card())),
-        ("memory", lambda: check_memory(*memory_bytes())),
+        ("memory", lambda: check_memory(psutil.virtual_memory().total, room())),
         ("/dev/shm", lambda: check_shared_memory(shutil.disk_usage("/dev/shm").free)),
     ]
     findings: list[Finding] = []
@@ -254,13 +257,10 @@ def check_locked_memory(limit: int, card: bool) -> Iterator[Finding]:
         yield Finding("locked memory", level, text, "ulimit -l unlimited (limits.conf, LimitMEMLOCK)" if card else "")
 
 
-def check_memory(total: int, available: int, limit: int | None) -> Iterator[Finding]:
-    """`limit` is that of the control group, None without one."""
-    share = available / total if total else 0.0
-    text = f"{_bytes(available)} of {_bytes(total)} available" + (
-        f", control group limit {_bytes(limit)}" if limit else ""
-    )
-    if share < MIN_FREE_SHARE:
+def check_memory(total_bytes: int, room: Bound) -> Iterator[Finding]:
+    """`room`: what can still be taken, and what stops it then (memory.py)."""
+    text = f"{_bytes(room.left_bytes)} of {_bytes(total_bytes)} can be taken before {room.what} stops it"
+    if room.left_bytes < MIN_FREE_SHARE * total_bytes:
         fix = "end what else runs here; the vault keeps up to four copies of what is unique to each rank of this node"
         yield Finding("memory", Level.WARNING, text, fix)
     else:
@@ -273,27 +273,6 @@ def check_shared_memory(free: int) -> Iterator[Finding]:
     else:
         text = f"{_bytes(free)} free: the vault does not use it, NCCL and data loaders with worker processes do"
         yield Finding("/dev/shm", Level.WARNING, text, "docker --shm-size=8g; Kubernetes: an emptyDir of medium Memory")
-
-
-def memory_bytes() -> tuple[int, int, int | None]:
-    """-> (total, available, the control group's limit or None)."""
-    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    table = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
-    total, available = table["MemTotal"], table["MemAvailable"]
-    limit = _group_limit(Path("/sys/fs/cgroup"))
-    if limit is not None and limit < total:
-        return limit, min(available, limit), limit
-    return total, available, None
-
-
-def _group_limit(root: Path) -> int | None:
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (root / name).read_text().strip()
-        except OSError:
-            continue
-        return int(text) if text.isdigit() else None
-    return None
 
 
 def has_card() -> bool:

@@ -16,6 +16,7 @@ import pytest
 from p2pstate import doctor
 from p2pstate.cli import main
 from p2pstate.doctor import Finding, Level
+from p2pstate.memory import Bound
 from rendezvous.config import Config
 from rendezvous.keys import make_key_file
 
@@ -54,20 +55,11 @@ def test_locked_memory_matters_where_there_is_a_card(limit: int, card: bool, lev
     assert only(doctor.check_locked_memory(limit, card)).level is level
 
 
-@pytest.mark.parametrize(
-    ("total", "available", "limit", "level", "text"),
-    [
-        (100 * GIB, 50 * GIB, None, Level.OK, "50.0 GiB of 100.0 GiB available"),
-        (100 * GIB, 50 * GIB, 100 * GIB, Level.OK, "control group limit 100.0 GiB"),
-        (100 * GIB, 5 * GIB, None, Level.WARNING, "5.0 GiB of 100.0 GiB available"),
-    ],
-)
-def test_memory_that_is_nearly_used_up_is_a_warning(
-    total: int, available: int, limit: int | None, level: Level, text: str
-) -> None:
-    found = only(doctor.check_memory(total, available, limit))
+@pytest.mark.parametrize(("left", "level"), [(50 * GIB, Level.OK), (5 * GIB, Level.WARNING)])
+def test_memory_that_is_nearly_used_up_is_a_warning_that_says_what_bounds_it(left: int, level: Level) -> None:
+    found = only(doctor.check_memory(100 * GIB, Bound(left, "the limit of control group /a")))
     assert found.level is level
-    assert text in found.text
+    assert f"{left / GIB:.1f} GiB of 100.0 GiB can be taken before the limit of control group /a stops it" in found.text
 
 
 def test_small_shared_memory_says_how_to_enlarge_it() -> None:
@@ -123,14 +115,6 @@ def test_plugin_that_is_missing_or_broken_is_a_problem_and_a_good_one_loads(monk
     assert [finding.level for finding in found] == [Level.OK, Level.PROBLEM, Level.PROBLEM, Level.WARNING]
     assert "no_such_module_at_all" in found[1].text
     assert "no entry point 'p2pstate' is installed for rendezvous.agents" in found[2].text
-
-
-def test_limit_of_the_control_group_counts_and_none_is_none(tmp_path: Path) -> None:
-    assert doctor._group_limit(tmp_path) is None
-    (tmp_path / "memory.max").write_text("max\n")
-    assert doctor._group_limit(tmp_path) is None
-    (tmp_path / "memory.max").write_text("1073741824\n")
-    assert doctor._group_limit(tmp_path) == GIB
 
 
 def test_reach_of_a_contact_is_told_in_words() -> None:
