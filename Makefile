@@ -14,7 +14,7 @@ demo: $(VENV)/ready
 	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: $(VENV)/ready
-	@$(BIN)/python -m pytest -m "not slow and not soak" $(ARGS)
+	@$(BIN)/python -m pytest -m "not slow and not soak and not slurm" $(ARGS)
 
 test-all: $(VENV)/ready
 	@$(BIN)/python -m pytest $(ARGS)

@@ -205,7 +205,7 @@ class CopyFolder:
 
     def num_bytes(self) -> int:
         """What all copies take."""
-        return sum(path.stat().st_size for path in self._folder.glob("*.data"))
+        return sum(map(_size_of, self._folder.glob("*.data")))
 
     def _create(self, lock: int, key: str, identity: Identity, chunk_bytes: int) -> None:
         described = {"format": _FORMAT, "url": identity.url, "bytes": identity.num_bytes, "mark": identity.mark}
@@ -272,7 +272,7 @@ class CopyFolder:
             return False
         else:
             data = path.with_suffix(".data")
-            self._add(lock, -data.stat().st_size if data.exists() else 0)
+            self._add(lock, -_size_of(data))
             path.unlink()
             data.unlink(missing_ok=True)
             return True
@@ -336,3 +336,11 @@ def _write_all(descriptor: int, data: bytes, at: int) -> None:
                 raise NoRoomError(str(error)) from error
             raise
         view, at = view[written:], at + written
+
+
+def _size_of(path: Path) -> int:
+    """0 for a file that another process has evicted meanwhile."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -96,7 +96,7 @@ def check(seed: int, undisturbed: dict[str, Path], tmp_path: Path, environ: dict
     assert injected
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_faults_end_bit_identical(
     seed: int, undisturbed: dict[str, Path], tmp_path: Path, fork_server: dict[str, str]
 ) -> None:

@@ -64,6 +64,7 @@ def test_scheduled_faults_are_injected_survived_and_leave_no_trace(tmp_path: Pat
     assert comparison.identical, "\n".join([*comparison.differences, text])
 
 
+@pytest.mark.slow
 def test_node_without_the_option_refuses(tmp_path: Path, fork_server: dict[str, str]) -> None:
     script = [TRAIN, "--steps", "100000", *SMALL, "--out", str(tmp_path / "out")]
     shape = {"num_training": 1, "num_spares": 0, "num_workers": 1, "environ": fork_server}

@@ -93,6 +93,7 @@ def nodes(tmp_path: Path, fork_server: dict[str, str]) -> Iterator[Callable[...,
         one.close()
 
 
+@pytest.mark.slow
 def test_run_begins_with_fewer_nodes_than_max_and_keeps_their_number(nodes: Callable[..., Nodes]) -> None:
     run = nodes("--nnodes", "2:3", "--last-call", "2")
     run.start("a")

@@ -114,7 +114,7 @@ def assert_identical(run: Run, expected: Path) -> None:
     assert comparison.identical, "\n".join([*comparison.differences, run.cluster.log_tails()])
 
 
-@pytest.mark.parametrize("kill", ["1:1:forward", "2:2:backward", "2:0:in_step"])
+@pytest.mark.parametrize("kill", ["1:1:forward", pytest.param("2:2:backward", marks=pytest.mark.slow), "2:0:in_step"])
 def test_kill_in_the_first_steps_restarts_all_workers_and_ends_identical(
     kill: str, start: Callable[..., Run], expected: Path
 ) -> None:
@@ -166,6 +166,7 @@ def test_stopped_rank_does_not_hold_up_the_abort_of_the_others(start: Callable[.
     assert_identical(run, expected)
 
 
+@pytest.mark.slow
 def test_survivors_of_several_faults_keep_their_processes(start: Callable[..., Run], expected: Path) -> None:
     run = start("--kill", "6:1:forward", "--kill", "12:3:in_step", spares=1)
     before = run.pids()
@@ -579,6 +580,7 @@ def test_loss_of_every_training_node_does_not_start_anew_in_silence(start: Calla
     assert "training had come to step" in run.cluster.log_tails()
 
 
+@pytest.mark.slow
 def test_spare_node_survives_more_recoveries_than_are_allowed_without_progress(start: Callable[..., Run]) -> None:
     kills = [arg for index in range(7) for arg in ("--kill", f"{4 + 2 * index}:{index % 4}:backward")]
     run = start(*kills, spares=1, steps=20)

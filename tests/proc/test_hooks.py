@@ -10,7 +10,7 @@ from mishaps import NUM_STEPS, train
 WELL = {"node0": 0, "node1": 0}
 
 
-@pytest.mark.parametrize("args", [(), ("--fsdp",)], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("args", [pytest.param((), marks=pytest.mark.slow), ("--fsdp",)], ids=["ddp", "fsdp"])
 def test_hook_that_a_fault_interrupts_runs_again_on_all_ranks(
     args: tuple[str, ...], tmp_path: Path, fork_server: dict[str, str]
 ) -> None:

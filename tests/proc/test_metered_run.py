@@ -110,6 +110,7 @@ def test_meter_puts_a_kill_into_recovery_and_adds_up_over_processes(
     assert any(event["event"] == "goodput" and event["seconds"]["useful"] > 0 for event in events)
 
 
+@pytest.mark.slow
 def test_meter_alone_measures_a_script_that_stock_torchrun_restarts(tmp_path: Path) -> None:
     """Dies in step 8, goes on from the checkpoint of step 5: steps 6 and 7 are repeated."""
     script = str(Path(__file__).parent / "scripts" / "metered_alone.py")

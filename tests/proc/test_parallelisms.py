@@ -21,7 +21,7 @@ from cluster import Cluster
 NUM_STEPS = 9
 KILLS = ("6:1", "8:2:node")
 DEADLINE_S = 120.0  # only a hang takes this long
-QUICK = ("hsdp", "fsdp_tp", "plain")
+QUICK = ("hsdp", "fsdp_tp")
 
 
 def train(folder: Path, form: str, environ: dict[str, str]) -> list[dict[str, Any]]:

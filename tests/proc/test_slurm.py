@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,12 @@ pytestmark = [pytest.mark.slurm, pytest.mark.skipif(bool(reason := why_not()), r
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPT = (str(EXAMPLES / "train_gpt.py"), "--ddp", "--num-layers", "1", "--width", "32", "--context", "16")
-ENVIRON = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)])}
+PATHS = [str(Path(sys.executable).parent), os.environ["PATH"]]  # jobs take p2prun from this environment
+ENVIRON = {
+    "OMP_NUM_THREADS": "1",
+    "PATH": os.pathsep.join(PATHS),
+    "PYTHONPATH": os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)]),
+}
 RUNNING = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED")
 
 
