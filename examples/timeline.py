@@ -132,6 +132,8 @@ class Timeline:
         return self._tell(event, f"agreed     {text} ({event['reason']})", once)
 
     def _on_saved(self, event: Event) -> list[str]:
+        if event["seconds"] is None:  # of a node without ranks, which has only heard of it
+            return []
         first = event["step"] != self.saved_step
         self.saved_step = int(event["step"])
         text = f"on disk    step {event['step']}: {event['bytes'] / 1e6:.1f} MB in {event['seconds']:.2f} s"

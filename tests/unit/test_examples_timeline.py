@@ -90,3 +90,12 @@ def test_timeline_ranks_follow_their_processes_to_another_node(timeline: Timelin
 
 def test_timeline_events_it_does_not_know_are_passed_over(timeline: Timeline) -> None:
     assert timeline.add([event(105.0, "something_new", detail=1)]) == []
+
+
+def test_save_is_told_once_by_a_node_that_took_part_and_not_by_one_that_only_heard_of_it() -> None:
+    saved = {"event": "saved", "step": 10, "epoch": 1, "name": "step-10", "reason": "due"}
+    timeline = Timeline(2)
+    assert timeline.add([saved | {"t": 1.0, "node": "spare", "bytes": 0, "seconds": None}]) == []
+    (line,) = timeline.add([saved | {"t": 1.1, "node": "a", "bytes": 2_000_000, "seconds": 0.5}])
+    assert "step 10: 2.0 MB in 0.50 s" in line
+    assert timeline.add([saved | {"t": 1.2, "node": "b", "bytes": 2_000_000, "seconds": 0.5}]) == []
