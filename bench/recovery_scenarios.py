@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 
 from cluster import Cluster
+from p2pstate.agent.chaos import change_bytes
 from timeline import Failure, Timeline
 
 HERE = Path(__file__).resolve().parent
@@ -25,8 +26,6 @@ NUM_NODES = 2
 POLL_S = 0.01
 SILENCE_S = 180.0  # a run in which nothing happens for so long has failed
 STEPS_BEFORE_KILL = 6
-BODY_BYTES = 4096  # where a slot's bytes begin (p2pstate/slots.py)
-NUM_FLIPPED_BYTES = 16
 
 
 class ScenarioFailed(Exception):
@@ -219,8 +218,7 @@ def damage_own_copies(agent_pid: int, rank: int) -> None:
         try:
             if os.fstat(fd).st_ino not in damaged:  # a slot has several descriptors
                 damaged.add(os.fstat(fd).st_ino)
-                raw = os.pread(fd, NUM_FLIPPED_BYTES, BODY_BYTES)
-                os.pwrite(fd, bytes(byte ^ 0xFF for byte in raw), BODY_BYTES)
+                change_bytes(fd)
         finally:
             os.close(fd)
 

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
@@ -26,7 +26,7 @@ from rendezvous.config import Config
 from rendezvous.local import LocalServer, store_reply_message
 from rendezvous.node import Node
 from rendezvous.store import worker_store
-from rendezvous.types import Member, MemberChange, MemberKey, Verdict, View
+from rendezvous.types import PassiveApplication, View
 
 TIMEOUT = timedelta(seconds=120)
 NUM_CLIENTS = 8
@@ -35,7 +35,7 @@ _fork = multiprocessing.get_context("fork")
 MakeStore = Callable[[int, int], dist.Store]  # (rank, world size) -> its store
 
 
-class StoreAgent:
+class StoreAgent(PassiveApplication):
     """A node of its own run that serves its store to the processes of this host."""
 
     def __init__(self, ready: Connection) -> None:
@@ -48,22 +48,8 @@ class StoreAgent:
         reply = lambda answer: self._server.tell(channel, store_reply_message(number, answer))  # noqa: E731
         self.node.store_request(epoch, op, args, message["deadline_s"], reply)
 
-    def ballot(self) -> dict[str, Any]:
-        return {}
-
-    def decide(
-        self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
-    ) -> tuple[bool, dict[str, Any]]:
-        return False, {}
-
     def on_view(self, view: View) -> None:
         self._ready.send(self._server.address)
-
-    def on_waiting(self, reason: str) -> None: ...
-    def on_member(self, change: MemberChange) -> None: ...
-    def on_message(self, sender: MemberKey, kind: str, body: Any) -> None: ...
-    def on_verdict(self, verdict: Verdict) -> None: ...
-    def on_evicted(self, reason: str) -> None: ...
 
 
 def _serve(ready: Connection) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -18,26 +17,15 @@ def say(event: str, **fields: Any) -> None:
 def run_ours(arguments: dict[str, Any]) -> None:
     from rendezvous.config import Config
     from rendezvous.node import Node
-    from rendezvous.types import Member, MemberChange, MemberKey, Verdict, View
+    from rendezvous.types import MemberChange, PassiveApplication, View
 
-    class Application:
-        def ballot(self) -> dict[str, Any]:
-            return {}
-
-        def decide(
-            self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
-        ) -> tuple[bool, dict[str, Any]]:
-            return False, {}
-
+    class Application(PassiveApplication):
         def on_view(self, view: View) -> None:
             say("view", members=sorted(member.name for member in view.members))
 
         def on_member(self, change: MemberChange) -> None:
             say("member", kind=change.kind, name=change.member.name, reason=change.reason)
 
-        def on_waiting(self, reason: str) -> None: ...
-        def on_message(self, sender: MemberKey, kind: str, body: Any) -> None: ...
-        def on_verdict(self, verdict: Verdict) -> None: ...
         def on_evicted(self, reason: str) -> None:
             say("evicted", reason=reason)
 

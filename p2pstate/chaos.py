@@ -20,6 +20,7 @@ from p2pstate.agent.chaos import ACTIONS, PHASES
 from p2pstate.errors import EXIT_CONFIG
 from p2pstate.operating import CommandRefused, add_operator, addresses_of, operator_line
 from rendezvous.operator import Line
+from rendezvous.standing import newest_view
 
 __all__ = ["Fault", "Standing", "add_command", "draw", "read_schedule", "run_command"]
 
@@ -63,8 +64,7 @@ class Standing:
 
 
 def standing_from(answers: Mapping[str, Mapping[str, Any]]) -> Standing:
-    views = [answer["view"] for answer in answers.values() if answer.get("view")]
-    view = max(views, key=lambda each: int(each["epoch"]), default=None)
+    view = newest_view(answers.values())
     places = view["places"] if view else []
     ranks = {
         int(rank["rank"]): (name, int(rank["step"]))

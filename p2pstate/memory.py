@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Bound", "address_space", "bounds", "room"]
+__all__ = ["Bound", "address_space", "bounds", "mib", "room"]
 
 _UNLIMITED_BYTES = 1 << 60  # version 1 writes "no limit" as a number close to 2**63
 
@@ -45,7 +45,7 @@ def address_space(root: Path = Path("/"), pid: str = "self") -> Bound | None:
     if soft == resource.RLIM_INFINITY:
         return None
     used = _fields(root / "proc" / pid / "status", "VmSize:")
-    return Bound(max(0, soft - used.get("VmSize:", 0) * 1024), f"the process's address space (ulimit -v), {_mib(soft)}")
+    return Bound(max(0, soft - used.get("VmSize:", 0) * 1024), f"the process's address space (ulimit -v), {mib(soft)}")
 
 
 def _host(root: Path) -> list[Bound]:
@@ -114,7 +114,7 @@ def _of_group(group: Path, limits: list[int], usage: Path, reclaimable: str) -> 
     if not limits or used is None:
         return None
     used -= _fields(group / "memory.stat", reclaimable).get(reclaimable, 0)
-    return Bound(max(0, min(limits) - max(0, used)), f"the memory limit of control group {group}, {_mib(min(limits))}")
+    return Bound(max(0, min(limits) - max(0, used)), f"the memory limit of control group {group}, {mib(min(limits))}")
 
 
 def _number(path: Path) -> int | None:
@@ -140,5 +140,5 @@ def _lines(path: Path) -> list[str]:
         return []
 
 
-def _mib(num_bytes: int) -> str:
+def mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.0f} MiB"

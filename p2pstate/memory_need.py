@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from p2pstate.memory import Bound
+from p2pstate.memory import Bound, mib
 from p2pstate.placement import Labels, partners, wards
 from p2pstate.slots import slot_bytes
 
@@ -87,7 +87,7 @@ def _why_not(
     for node, room in rooms.items():
         live = sum(need.live_bytes for need, where in zip(needs, nodes, strict=True) if where == node)
         if on_nodes[node] + live > room.left_bytes:
-            growth = f" and {_mib(live)} for optimizer state that is yet to come" if live else ""
+            growth = f" and {mib(live)} for optimizer state that is yet to come" if live else ""
             return _sentence(node, on_nodes[node], growth, copies, lean, num_others, room)
     for rank, (need, num_bytes) in enumerate(zip(needs, per_rank, strict=True)):
         own = need.address_space
@@ -139,10 +139,6 @@ def _sentence(who: str, num_bytes: int, growth: str, copies: int, lean: bool, nu
     factor = 2 * (min(copies, num_others) + (not lean or num_others == 0))
     mode = ", lean" if lean else ""
     return (
-        f"{who} needs {_mib(num_bytes)} of host memory to keep {factor} bytes per byte of unique state "
-        f"(copies={copies}{mode}){growth}, and {_mib(room.left_bytes)} are left ({room.what})"
+        f"{who} needs {mib(num_bytes)} of host memory to keep {factor} bytes per byte of unique state "
+        f"(copies={copies}{mode}){growth}, and {mib(room.left_bytes)} are left ({room.what})"
     )
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.0f} MiB"

@@ -17,7 +17,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from p2pstate.errors import P2PStateError
-from p2pstate.memory import Bound, room
+from p2pstate.memory import Bound, mib, room
 from p2pstate.slots import HEADER_BYTES, Slot
 from p2pstate.types import Part, SlotRecord
 
@@ -45,6 +45,11 @@ class Vault:
         self._next_id = 1
 
     @property
+    def has_state(self) -> bool:
+        """Whether anything beyond the initial state is complete here."""
+        return any(record.version and record.version.step > 0 for record in self.records())
+
+    @property
     def num_bytes(self) -> int:
         return sum(entry.num_bytes for entry in self._entries.values())
 
@@ -70,8 +75,8 @@ class Vault:
         free = bound.left_bytes - self._promised_bytes()
         if size > free:
             raise VaultFull(
-                f"no memory for a slot of {size / 2**20:.0f} MiB ({part}) on {self._node}: {free / 2**20:.0f} MiB are "
-                f"available ({bound.what}) and the vault holds {self.num_bytes / 2**20:.0f} MiB; use fewer or smaller "
+                f"no memory for a slot of {mib(size)} ({part}) on {self._node}: {mib(free)} are "
+                f"available ({bound.what}) and the vault holds {mib(self.num_bytes)}; use fewer or smaller "
                 "shards per node"
             )
         fd = -1
@@ -82,7 +87,7 @@ class Vault:
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
-            raise VaultFull(f"the kernel refused a slot of {size / 2**20:.0f} MiB on {self._node}: {error}") from error
+            raise VaultFull(f"the kernel refused a slot of {mib(size)} on {self._node}: {error}") from error
         if entry:
             os.close(entry.fd)
         slot.capacity = num_bytes

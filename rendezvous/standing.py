@@ -6,6 +6,7 @@ Flows in: a node. Flows out: names, addresses, states, the newest view, the verd
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from rendezvous.node import Node
@@ -45,3 +46,9 @@ def standing_of(node: Node) -> dict[str, Any]:
         "verdict": None if verdict is None else {"code": verdict.code, "text": verdict.text},
         "quorate": node.quorate,
     }
+
+
+def newest_view(standings: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Of what several nodes have told; None while no view was decided."""
+    views = [standing["view"] for standing in standings if standing["view"] is not None]
+    return max(views, key=lambda view: int(view["epoch"]), default=None)

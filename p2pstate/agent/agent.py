@@ -174,8 +174,7 @@ class Agent:
     # -- rendezvous.types.Application
 
     def ballot(self) -> dict[str, Any]:
-        has_state = any(record.version and record.version.step > 0 for record in self._vault.records())
-        return self._ranks.ballot() | {"has_state": has_state} | self._resizing.ballot()
+        return self._ranks.ballot() | {"has_state": self._vault.has_state} | self._resizing.ballot()
 
     def progress(self) -> dict[str, Any]:
         """Heard by all members: even when every training node is gone, somebody knows that there was something."""

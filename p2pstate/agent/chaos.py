@@ -18,7 +18,7 @@ from p2pstate.trace import Doing, read
 from p2pstate.vault import Vault
 from rendezvous.node import Node
 
-__all__ = ["ACTIONS", "PHASES", "Chaos"]
+__all__ = ["ACTIONS", "PHASES", "Chaos", "change_bytes"]
 
 ACTIONS = ("kill", "stop", "corrupt", "node")
 PHASES = tuple(doing.name.lower() for doing in Doing)
@@ -93,8 +93,7 @@ class Chaos:
             fd = self._vault.open(record.slot)
             if record.part.kind != "own" or record.part.members != (rank,) or fd is None:
                 continue
-            raw = os.pread(fd, NUM_FLIPPED_BYTES, HEADER_BYTES)
-            os.pwrite(fd, bytes(byte ^ 0xFF for byte in raw), HEADER_BYTES)
+            change_bytes(fd)
             damaged += 1
         if not damaged:
             raise ValueError(f"this node has no copy of shard {rank}")
@@ -103,3 +102,9 @@ class Chaos:
     def _told(self, action: str, rank: int | None, sentence: str) -> str:
         self._tell(f"chaos: {sentence}", {"action": action, "rank": rank})
         return sentence
+
+
+def change_bytes(slot: int) -> None:
+    """Of what the slot behind this descriptor holds: its digest does not match from now on."""
+    raw = os.pread(slot, NUM_FLIPPED_BYTES, HEADER_BYTES)
+    os.pwrite(slot, bytes(byte ^ 0xFF for byte in raw), HEADER_BYTES)

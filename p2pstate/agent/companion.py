@@ -83,7 +83,7 @@ class VaultKeeper:
         return {
             "wants_round": self._wants_round,
             "start_over": self._start_over,
-            "has_state": any(record.version and record.version.step > 0 for record in self._vault.records()),
+            "has_state": self._vault.has_state,
             **self._known.table(),
         }
 

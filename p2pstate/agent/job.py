@@ -6,6 +6,7 @@ In: the command line. Out: one frozen value. Times are seconds.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 __all__ = ["Job"]
 
@@ -31,3 +32,7 @@ class Job:
     num_rehearsed: int  # spares that have run the script under the first ranks of this node
     chaos: bool  # whether faults may be asked for from outside
     hang_floor_s: float  # 0: nobody looks for hung workers
+
+    def program(self) -> dict[str, Any]:
+        """What joins the message that gives a process its rank: what it is to run."""
+        return {"script": self.script, "args": list(self.args), "module": self.module}

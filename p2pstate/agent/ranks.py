@@ -197,7 +197,7 @@ class Ranks:
             self.info, rank, job.num_workers, fresh=fresh, aborted=self.round_is_over, raised=self._raised_by(rank)
         )
         message["seconds"] = self._events.ledger.of_rank(rank)
-        message |= {"script": job.script, "args": list(job.args), "module": job.module}
+        message |= job.program()
         local_rank = message["local_rank"]
         self._supervisor.assign(spare, message, rank, local_rank, Phase.FRESH if fresh else Phase.ALONE)
         fields = {"rank": rank, "local_rank": local_rank, "pid": spare.pid, "warm": True}

@@ -58,7 +58,7 @@ class Rehearsals:
             job = self._job
             message = assignment(info, each, job.num_workers, fresh=False, aborted=True)
             message["seconds"] = {}
-            message |= {"script": job.script, "args": list(job.args), "module": job.module}
+            message |= job.program()
             self._supervisor.rehearse(spare, message, each)
             self._events.emit("rehearsal", rank=each, pid=spare.pid)
 

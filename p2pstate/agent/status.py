@@ -13,7 +13,7 @@ from typing import Any
 from p2pstate.agent.supervisor import Supervisor
 from p2pstate.vault import Vault
 from rendezvous.node import Node
-from rendezvous.standing import standing_of
+from rendezvous.standing import newest_view, standing_of
 
 __all__ = ["describe", "node_status"]
 
@@ -47,8 +47,7 @@ def node_status(
 
 def describe(answers: Answers) -> list[str]:
     """The newest view, a line per member and per rank, and what is wrong."""
-    views = [answer["view"] for answer in answers.values() if answer["view"] is not None]
-    newest = max(views, key=lambda view: int(view["epoch"]), default=None)
+    newest = newest_view(answers.values())
     run_id = next(iter(answers.values()))["run_id"]
     lines = [f"run {run_id}: " + (f"view {newest['epoch']} ({newest['reason']})" if newest else "no view yet")]
     for name in sorted({name for answer in answers.values() for name in answer["members"]} | set(answers)):

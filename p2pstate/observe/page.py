@@ -14,6 +14,7 @@ from typing import Any
 
 from p2pstate.observe import svg
 from p2pstate.observe.goodput import CATEGORIES, Goodput
+from rendezvous.standing import newest_view
 
 __all__ = ["WINDOWS", "as_page", "headline", "merge"]
 
@@ -35,8 +36,7 @@ margin-right: .4em; border: 1px solid #555; }
 
 def merge(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """``answers``: by the name of the node, as far as they came. At least one."""
-    views = [answer["view"] for answer in answers.values() if answer["view"] is not None]
-    view = max(views, key=lambda each: int(each["epoch"]), default=None)
+    view = newest_view(answers.values())
     members = {name: member for answer in answers.values() for name, member in answer["members"].items()}
     seconds = {window: _sum(answer["live"]["seconds"][window] for answer in answers.values()) for window in WINDOWS}
     fetches = [answer["live"]["fetch_p95_s"] for answer in answers.values()]

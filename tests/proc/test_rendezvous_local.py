@@ -5,8 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 
@@ -16,10 +15,10 @@ from rendezvous.config import Config
 from rendezvous.local import LocalClient, LocalServer, store_reply_message
 from rendezvous.node import Node
 from rendezvous.processes import kill_marked
-from rendezvous.types import Member, MemberChange, MemberKey, StoreReply, Verdict, View
+from rendezvous.types import PassiveApplication, StoreReply, Verdict
 
 
-class Alone:
+class Alone(PassiveApplication):
     """An application that starts a run of one node and serves its store over a local line."""
 
     def __init__(self) -> None:
@@ -34,21 +33,6 @@ class Alone:
             self.server.tell(channel, store_reply_message(message["id"], answer))
 
         self.node.store_request(message["epoch"], message["op"], message["args"], message["deadline_s"], reply)
-
-    def ballot(self) -> dict[str, Any]:
-        return {}
-
-    def decide(
-        self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
-    ) -> tuple[bool, dict[str, Any]]:
-        return False, {}
-
-    def on_view(self, view: View) -> None: ...
-    def on_waiting(self, reason: str) -> None: ...
-    def on_member(self, change: MemberChange) -> None: ...
-    def on_message(self, sender: MemberKey, kind: str, body: Any) -> None: ...
-    def on_verdict(self, verdict: Verdict) -> None: ...
-    def on_evicted(self, reason: str) -> None: ...
 
 
 @pytest.fixture

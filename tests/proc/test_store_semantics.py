@@ -21,21 +21,18 @@ from torch.distributed.elastic.utils import store as elastic_store
 from rendezvous.config import Config
 from rendezvous.node import Node
 from rendezvous.store import EpochStore, NodeChannel, StoreEnded
-from rendezvous.types import Member, MemberChange, MemberKey, Verdict, View
+from rendezvous.types import Member, MemberKey, PassiveApplication, View
 
 LONG = timedelta(seconds=30)
 SHORT = timedelta(seconds=0.2)
 NUM_CLIENTS = 3
 
 
-class Quiet:
+class Quiet(PassiveApplication):
     """An application that only waits for its first view, and wants a new round whenever it is asked."""
 
     def __init__(self) -> None:
         self.entered = threading.Event()
-
-    def ballot(self) -> dict[str, Any]:
-        return {}
 
     def decide(
         self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
@@ -44,12 +41,6 @@ class Quiet:
 
     def on_view(self, view: View) -> None:
         self.entered.set()
-
-    def on_waiting(self, reason: str) -> None: ...
-    def on_member(self, change: MemberChange) -> None: ...
-    def on_message(self, sender: MemberKey, kind: str, body: Any) -> None: ...
-    def on_verdict(self, verdict: Verdict) -> None: ...
-    def on_evicted(self, reason: str) -> None: ...
 
 
 @pytest.fixture(scope="module")

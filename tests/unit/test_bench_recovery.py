@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from p2pstate.slots import HEADER_BYTES
 from timeline import Timeline
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 
 import recovery
-from recovery_scenarios import BODY_BYTES, Incident, damage_own_copies, incident
+from recovery_scenarios import Incident, damage_own_copies, incident
 
 
 def test_summary_tells_median_worst_and_the_phases_of_all() -> None:
@@ -63,11 +64,11 @@ def test_damage_hits_both_slots_of_the_rank_once_each_and_nobody_elses() -> None
     also = os.dup(slots["own1-0"])  # as a mapping keeps one
     try:
         for fd in slots.values():
-            os.write(fd, b"\0" * (BODY_BYTES + 100))
+            os.write(fd, b"\0" * (HEADER_BYTES + 100))
         damage_own_copies(os.getpid(), 1)
-        changed = {name for name, fd in slots.items() if any(os.pread(fd, 100, BODY_BYTES))}
+        changed = {name for name, fd in slots.items() if any(os.pread(fd, 100, HEADER_BYTES))}
         assert changed == {"own1-0", "own1-1"}
-        assert all(not any(os.pread(fd, BODY_BYTES, 0)) for fd in slots.values())
+        assert all(not any(os.pread(fd, HEADER_BYTES, 0)) for fd in slots.values())
     finally:
         for fd in [*slots.values(), also]:
             os.close(fd)
