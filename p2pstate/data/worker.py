@@ -117,6 +117,9 @@ def worker_main(
         id=spec.worker, num_workers=spec.num_workers, seed=seed, dataset=spec.dataset
     )
     torch.utils.data._utils.worker._worker_info = info
+    # torch's default_collate puts batches into named shared memory, for its own loader. Ours leave through memfd.py,
+    # and a worker that is killed must not leave a name behind.
+    torch.UntypedStorage._new_shared = classmethod(_new_storage)  # type: ignore[assignment]
     where = f"in loader worker {spec.worker} (pid {os.getpid()})"
     broken: Any = None
     if init_fn is not None:
@@ -137,6 +140,10 @@ def worker_main(
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)  # exit handlers belong to the trainer
+
+
+def _new_storage(cls: type[torch.UntypedStorage], size: int, *, device: Any = "cpu") -> torch.UntypedStorage:
+    return cls(size, device=device)
 
 
 def _serve(sock: socket.socket, spec: Spec, where: str, broken: Any) -> None:

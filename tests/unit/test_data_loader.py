@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -820,3 +821,14 @@ def test_loader_stats_count_and_a_starved_trainer_is_told_once(caplog: pytest.Lo
     assert stats.recent_wait > 0.5
     assert caplog.text.count("training waits for its data") == 1
     assert "num_workers=2 or more" in caplog.text
+
+
+def is_shared(samples: list[torch.Tensor]) -> bool:
+    return torch.utils.data.default_collate(samples).is_shared()
+
+
+def test_worker_collates_in_memory_of_its_own_so_that_a_killed_one_leaves_no_name_in_dev_shm() -> None:
+    with contextlib.closing(
+        Loader(list(torch.arange(4.0)), batch_size=2, num_workers=1, collate_fn=is_shared)
+    ) as loader:
+        assert list(loader) == [False, False]
