@@ -228,7 +228,7 @@ class Cluster:
     def _look(self) -> list[str]:
         left = [f"process {process.pid}" for process in self._processes_left()]
         left += [f"a listener on {address}" for address in self._listeners()]
-        left += [f"/dev/shm/{name}" for name in sorted(shared_memory() - self._shared_memory)]
+        left += [f"/dev/shm/{name}" for name in sorted(unused(shared_memory() - self._shared_memory))]
         return left
 
     def _listeners(self) -> list[str]:
@@ -268,6 +268,17 @@ class Cluster:
 def shared_memory() -> set[str]:
     """Names of the segments in /dev/shm; directories are other programs' scratch space."""
     return {entry.name for entry in os.scandir("/dev/shm") if not entry.is_dir(follow_symlinks=False)}
+
+
+def unused(segments: set[str]) -> set[str]:
+    """Those of the segments that no process maps or holds open. What others use is not a run's that has ended."""
+    for process in psutil.process_iter() if segments else ():
+        with contextlib.suppress(psutil.Error, OSError):
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+            mapped = {line.rpartition("/dev/shm/")[2] for line in maps.splitlines() if "/dev/shm/" in line}
+            held = {Path(file.path).name for file in process.open_files() if file.path.startswith("/dev/shm/")}
+            segments = segments - mapped - held
+    return segments
 
 
 def signal_quietly(process: psutil.Process, sign: signal.Signals) -> None:
