@@ -7,6 +7,7 @@ Layout, from the top down (a file imports only what stands above it):
     errors.py               what can go wrong, by what the reader can do about it
     types.py                versions, parts, slot records, rounds
     placement.py            pure: whose nodes keep whose copies
+    interval.py             pure: how many steps lie between two versions
     versions.py             pure: what becomes a version, what is kept, which slot is next
     plan_recovery.py        pure: inventories -> what everybody resumes
     redundancy.py           pure: who writes what all ranks hold alike

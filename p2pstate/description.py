@@ -43,7 +43,8 @@ class NodeReport:
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """Of one rank. ``copies_on``: the nodes that have its shard. ``protected_step``: what the run can go back to."""
+    """Of one rank. ``copies_on``: the nodes that have its shard. ``protected_step``: what the run can go back to.
+    ``every``: steps from one version to the next, as of now if that is ``adapting``."""
 
     rank: int
     node: str
@@ -52,6 +53,8 @@ class Description:
     nodes: tuple[NodeReport, ...]
     committed_step: int
     protected_step: int | None
+    every: int = 1
+    adapting: bool = False
 
     @property
     def steps_at_risk(self) -> int:
@@ -65,7 +68,9 @@ class Description:
             lines.append(f"  {group.name:<16} {_size(group.num_bytes):>11} {_size(group.unique_bytes):>11}  {leaves}")
         lines.append(f"copies of shard {self.rank}: {', '.join(self.copies_on)}")
         protected = "no step yet" if self.protected_step is None else f"step {self.protected_step}"
-        lines.append(f"protected: {protected}; committed: step {self.committed_step}")
+        often = f"every {self.every} steps" if self.every > 1 else "after every step"
+        often += ", adapted to what it costs (every='auto')" if self.adapting else ""
+        lines.append(f"protected: {protected}; committed: step {self.committed_step}; a version {often}")
         lines.append("nodes: host memory for copies, and what happens if the node dies now")
         lines += [f"  {node.name:<16} {_size(node.memory_bytes):>11}  {node.if_lost}" for node in self.nodes]
         return "\n".join(lines)
@@ -97,6 +102,8 @@ def describe(
     writes_to_disk: bool = False,
     committed_step: int = 0,
     protected_step: int | None = None,
+    every: int = 1,
+    adapting: bool = False,
 ) -> Description:
     """``nodes`` and ``needs`` are of every rank."""
     pairing = partners(nodes, copies, labels)
@@ -113,7 +120,15 @@ def describe(
         survived = not gone and protected_step is not None
         reports.append(NodeReport(node, ranks, memory[node], survived, text))
     return Description(
-        rank, nodes[rank], tuple(groups), tuple(holders[rank]), tuple(reports), committed_step, protected_step
+        rank,
+        nodes[rank],
+        tuple(groups),
+        tuple(holders[rank]),
+        tuple(reports),
+        committed_step,
+        protected_step,
+        every,
+        adapting,
     )
 
 

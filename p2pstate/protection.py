@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections import deque
 
 from torch._C._distributed_c10d import PrefixStore
 
@@ -18,6 +19,7 @@ from p2pstate.groups.gate import Ballot
 from p2pstate.groups.registry import GATE, REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.groups.waiting import ABANDON_AFTER_S
+from p2pstate.interval import NUM_MEASURED, Interval, need
 from p2pstate.observe.meter import METER
 from p2pstate.replicas import Replicas
 from p2pstate.replicate import Shipper
@@ -54,8 +56,12 @@ class Protection:
         self._saving = Saving(context.link, policy, self.stats) if policy is not None else None
         self._capturer = Capturer(context.link, context.rank, context.places, reserve=policy is not None)
         self._shipper = self._make_shipper()
-        self._course = Course(settings.every)
+        adapting = settings.every == "auto"
+        self._course = Course(interval=Interval()) if adapting else Course(int(settings.every))
+        self.stats.every = self._course.every
         self._captured_since_vote = False
+        self._capture_began = 0.0
+        self._vote_s: deque[float] = deque(maxlen=NUM_MEASURED)  # from a capture's beginning to the next vote
         self._written: set[Part] = set()  # the parts of the version captured last, the wards' among them
         self._needs: tuple[int, set[Part]] = (0, set())  # the agent was told that in this round these are needed
         self._num_skipped_before_captured = 0  # between the version that is kept and the one captured last
@@ -77,6 +83,7 @@ class Protection:
     def resumed(self, keep: Version) -> None:
         """The round resumed a version: ship it again at once, for the partners may be new; ``keep`` stays meanwhile."""
         self._course = self._course.resumed(keep)
+        self.stats.every = self._course.every
         if self._saving is not None:
             self._saving.resumed(keep.step)
         self._num_skipped_before_captured = 0
@@ -92,10 +99,22 @@ class Protection:
         """For the ballot on ``step``: see saving.py."""
         return NOT_DUE if self._saving is None else self._saving.vote(step)
 
+    def need_vote(self, step_s: float) -> int:
+        """For the ballot, where the interval adapts: the thousandths of a step that are needed between versions."""
+        if self._course.interval is None:
+            return 0
+        stats = self.stats
+        needed = need(
+            step_s, list(stats.capture_s), list(self._vote_s), list(stats.protected_s), self.settings.max_overhead
+        )
+        return round(1000 * needed)
+
     def committed(self, step: int, voted: Ballot) -> None:
         """``step`` is committed; decide, as all ranks do, whether its state becomes a version."""
         before = self._course
-        self._course = before.committed(step, Version(voted.protected_epoch, voted.protected_step))
+        self._course = self._after(step, voted)
+        if self._course.every != before.every:
+            self._adapted(step, before.every)
         if self._saving is not None:
             self._saving.protected(self._course.kept)
             self._saving.voted(voted.save)
@@ -103,6 +122,17 @@ class Protection:
             self._num_skipped_before_captured = before.num_skipped_in_a_row
             self._tell_needs()
         self.stats.num_skipped += max(0, self._course.num_skipped_in_a_row - before.num_skipped_in_a_row)
+
+    def _after(self, step: int, voted: Ballot) -> Course:
+        complete = Version(voted.protected_epoch, voted.protected_step)
+        return self._course.committed(step, complete, -voted.neg_need / 1000)
+
+    def _adapted(self, step: int, before: int) -> None:
+        """The interval is another one from now on: all ranks know, one tells."""
+        self.stats.every = every = self._course.every
+        if self._context.rank == 0:
+            text = f"from step {step} on a version every {every} steps instead of every {before}"
+            self._context.link.send("event", kind="interval", step=step, every=every, before=before, text=text)
 
     def _tell_needs(self) -> None:
         """What is captured in this round is protected: memory of other parts serves nobody any more."""
@@ -124,7 +154,7 @@ class Protection:
         if not self._course.due:
             return
         version, keep = Version(epoch, step), self._course.kept
-        began = time.monotonic()
+        began = self._capture_began = time.monotonic()
         with METER.inside("protection"):
             collected = self.replicas.applied(self._state.collect())
             if STATUS.error is not None:
@@ -179,6 +209,8 @@ class Protection:
         """Give the version of the step before a little time to arrive, so that the next one need not be skipped."""
         arrived = self._shipper.wait(0)
         self.stats.num_in_time += arrived and self._captured_since_vote
+        if self._captured_since_vote:
+            self._vote_s.append(time.monotonic() - self._capture_began)
         self._captured_since_vote = False
         if arrived:
             return
@@ -203,7 +235,7 @@ class Protection:
         if self._saving is None:
             return ""
         if self._course.captured != version:
-            self._course = self._course.committed(step, Version(voted.protected_epoch, voted.protected_step)).begun()
+            self._course = self._after(step, voted).begun()
             return None
         if Version(voted.protected_epoch, voted.protected_step) < version:
             return f"step {step} did not become complete on all nodes in time"

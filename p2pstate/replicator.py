@@ -59,7 +59,9 @@ class Replicator:
             nodes there are fewer copies, and the agents say so.
         verify_replicas: every so many steps all ranks compare what they hold alike (0: never); which rank differs from
             most is reported as an event and a RuntimeWarning. Costs a hash of these leaves and a meeting of all ranks.
-        every: capture a version every so many steps.
+        every: capture a version every so many steps. ``"auto"``: as often as copying costs at most ``max_overhead`` of
+            the steps and versions arrive in time, by what all ranks measure; each change is an event, ``stats.every``
+            and :meth:`describe` have the interval. A fault takes back up to so many steps (and one more).
         max_overhead: the fraction of a step that a rank waits for the previous version to arrive before all ranks
             skip the next capture together.
         on_nan: what becomes of a step in which a gradient of any rank is NaN or infinite, before an optimizer uses it:
@@ -90,7 +92,7 @@ class Replicator:
         copies: int = 1,
         lean: bool | Literal["auto"] = "auto",
         verify_replicas: int = 0,
-        every: int = 1,
+        every: int | Literal["auto"] = 1,
         max_overhead: float = 0.02,
         on_nan: str = "ignore",
         recovery_timeout_s: float = 300.0,
@@ -239,6 +241,8 @@ class Replicator:
             writes_to_disk=settings.checkpoint is not None,
             committed_step=self._loop.step,
             protected_step=None if protected is None else protected.step,
+            every=self.stats.every,
+            adapting=settings.every == "auto",
         )
 
     @property

@@ -52,7 +52,7 @@ class Asked:
 class Settings:
     """See Replicator. Raises ValueError for a value that has no meaning."""
 
-    every: int = 1
+    every: int | Literal["auto"] = 1
     max_overhead: float = 0.02
     copies: int = 1
     lean: bool | Literal["auto"] = "auto"
@@ -61,10 +61,12 @@ class Settings:
     checkpoint: CheckpointPolicy | None = None
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every={self.every}: capture a version every 1 or more steps")
+        if self.every != "auto" and (type(self.every) is not int or self.every < 1):
+            raise ValueError(f"every={self.every!r}: capture a version every 1 or more steps, or give 'auto'")
         if not 0 <= self.max_overhead < 1:
             raise ValueError(f"max_overhead={self.max_overhead}: a fraction of the step time, 0 or more and below 1")
+        if self.every == "auto" and self.max_overhead == 0:
+            raise ValueError("every='auto' finds the interval that costs at most max_overhead=: give one above 0")
         if self.copies not in range(1, MAX_COPIES + 1):
             raise ValueError(
                 f"copies={self.copies}: 1 to {MAX_COPIES} copies can be kept besides the own node's, each on another "

@@ -23,9 +23,11 @@ class ProtectionStats:
     """``exposed`` times are spent on the training thread: the copy into the own slot, and waiting at the gate.
 
     ``protected_s``: from the beginning of a capture until the own and the buddy's copy were complete. ``saved_s``: from
-    the beginning of the capture until the version was a complete checkpoint on disk.
+    the beginning of the capture until the version was a complete checkpoint on disk. ``every``: steps from one version
+    to the next, as of now.
     """
 
+    every: int = 1
     num_captured: int = 0
     num_skipped: int = 0
     num_in_time: int = 0  # versions that were complete in both places before the next step's vote, without waiting

@@ -174,7 +174,8 @@ class Stepping:
         protection = self._protection
         protected = protection.complete()
         spoilt = NO_RANK if finite else REGISTRY.rank
-        ballot = Ballot(int(boundary), int(ended), step, -step, *protected, protection.save_vote(step), spoilt)
+        need = -protection.need_vote(self.step_s)
+        ballot = Ballot(int(boundary), int(ended), step, -step, *protected, protection.save_vote(step), spoilt, need)
         result = vote(REGISTRY, STATUS, ballot, timeout_s)
         if result is not None and result.step != -result.neg_step:
             STATUS.fail(P2PStateError("ranks do not agree on the step: some have left the loop, others go on"))

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
+from p2pstate.interval import Interval
 from p2pstate.types import Version
 
 __all__ = ["Course", "next_slot", "version_to_keep"]
@@ -26,7 +27,8 @@ _NOTHING = Version(-1, -1)  # older than every version
 class Course:
     """``every``: a version is wanted every so many steps, 1 or more. ``kept``: what the job can fall back to.
     ``captured``: the newest version of this round. ``due``: the state between this step and the next becomes a version.
-    ``num_skipped_in_a_row``: wanted versions that all ranks skipped since one was protected.
+    ``num_skipped_in_a_row``: wanted versions that all ranks skipped since one was protected. ``interval``: what
+    ``every`` follows, where it adapts; a version is then wanted so many steps after the one before, else at multiples.
     """
 
     every: int = 1
@@ -34,6 +36,7 @@ class Course:
     captured: Version | None = None
     due: bool = False
     num_skipped_in_a_row: int = 0
+    interval: Interval | None = None
 
     def begun(self) -> Course:
         """A start from scratch: the initial state is the first version."""
@@ -42,19 +45,30 @@ class Course:
     def resumed(self, keep: Version) -> Course:
         """The round resumed a version: it is captured and shipped again at once, for the partners may be new.
 
-        ``keep``: what :func:`version_to_keep` says, the resumed version or an older one.
+        ``keep``: what :func:`version_to_keep` says, the resumed version or an older one. An interval that adapts begins
+        anew, for ranks that joined do not know it.
         """
+        if self.interval is not None:
+            return Course(kept=keep, due=True, interval=Interval())
         return Course(self.every, kept=keep, due=True)
 
-    def committed(self, step: int, complete: Version) -> Course:
-        """``step`` is committed, and every rank's shard is complete in both places up to ``complete``.
+    def committed(self, step: int, complete: Version, largest_need: float = 1.0) -> Course:
+        """``step`` is committed, every rank's shard is complete in both places up to ``complete``, and of an interval
+        that adapts no rank needs more than ``largest_need`` steps.
 
         The next version becomes due when the one before is protected; else all ranks skip this one.
         """
-        wanted = step % self.every == 0
+        every, interval = self.every, self.interval
+        if interval is None:
+            wanted = step % every == 0
+        else:
+            interval = interval.voted(largest_need)
+            every = interval.every
+            wanted = self.captured is None or step - self.captured.step >= every
         if self.captured is None or complete >= self.captured:
-            return Course(self.every, self.captured or self.kept, self.captured, wanted)
-        return replace(self, due=False, num_skipped_in_a_row=self.num_skipped_in_a_row + wanted)
+            return Course(every, self.captured or self.kept, self.captured, wanted, interval=interval)
+        num_skipped = self.num_skipped_in_a_row + wanted
+        return replace(self, every=every, due=False, num_skipped_in_a_row=num_skipped, interval=interval)
 
     def captures(self, version: Version) -> Course:
         """``version`` was written to the own slots, and is on its way to the buddy."""

@@ -39,6 +39,8 @@ class Ballot:
     slots and the copies it keeps for its wards. The smallest over all ranks is complete in both places everywhere.
     ``spoilt_rank``: this rank, if its gradients are no numbers (and it was asked to look), else ``NO_RANK``.
     ``save``: whether a version should go to disk (see saving.py).
+    ``neg_need``: minus the thousandths of a step that this rank needs from one version to the next (interval.py): the
+    smallest is the largest need.
     """
 
     boundary: int
@@ -49,6 +51,7 @@ class Ballot:
     protected_step: int
     save: int = 2
     spoilt_rank: int = NO_RANK
+    neg_need: int = 0
 
 
 def vote(registry: Registry, status: Status, ballot: Ballot, timeout_s: float | None = None) -> Ballot | None:

@@ -1,4 +1,7 @@
-"""Leaves that should be alike on several nodes and are not: from the start, and by a change in one rank's memory."""
+"""Leaves that should be alike on several nodes and are not: from the start, and by a change in one rank's memory.
+
+One of the jobs has an interval between versions that adapts, and can only become long.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import Any
 import torch
 
 from cluster import Cluster
+from p2pstate.interval import NUM_MEASURED
 
 PARALLEL = str(Path(__file__).with_name("scripts") / "parallel.py")
 NUM_STEPS = 10
@@ -59,19 +63,24 @@ def test_bit_that_flips_in_one_of_three_replicas_is_reported_with_its_rank(
         "torch.manual_seed(0)\n"
         "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
-        "state = p2pstate.Replicator(model, optimizer, verify_replicas=2)\n"
-        "state.every(2, lambda step: None)\n"  # its state is captured before a hook runs, and may be after
+        "state = p2pstate.Replicator(model, optimizer, verify_replicas=9, every='auto', max_overhead=1e-9)\n"
+        "state.every(9, lambda step: None)\n"  # its state is captured before a hook runs, and may be after
         "def train_step():\n"
         "    model(torch.ones(2, 4)).sum().backward()\n"
         "    optimizer.step(); optimizer.zero_grad()\n"
-        "for step, _ in state.run(train_step, steps=7):\n"
-        "    if step == 5 and dist.get_rank() == 1:\n"
+        "for step, _ in state.run(train_step, steps=16):\n"
+        "    if step == 8 and dist.get_rank() == 1:\n"
         "        model.module.weight.data.view(torch.int32)[0, 0] ^= 1\n"
+        "print('every', state.stats.every, '| described', str(state.describe()).count('every 1000 steps, adapted'))\n"
     )
     events = train(tmp_path, [str(script)], fork_server, (3, 1), 0)
     (told,) = [event for event in events if event["event"] == "replicas_compared"]
-    assert (told["step"], told["members"], told["ranks"], told["majority"]) == (6, [0, 1, 2], [1], True)
+    assert (told["step"], told["members"], told["ranks"], told["majority"]) == (9, [0, 1, 2], [1], True)
     assert told["leaves"] == ["model/weight"]
     assert told["done"] == "nothing"
+    (adapted,) = [event for event in events if event["event"] == "interval"]
+    assert (adapted["before"], adapted["every"]) == (1, 1000)
+    assert NUM_MEASURED <= adapted["step"] < 16
     logs = "".join(path.read_text() for path in sorted((tmp_path / "run").glob("logs/*/*.log")))
-    assert "RuntimeWarning: silent corruption? step 6: model/weight of rank 1 differs from that of the other 2" in logs
+    assert logs.count("every 1000 | described 1\n") == 3, "all ranks go by the same interval"
+    assert "RuntimeWarning: silent corruption? step 9: model/weight of rank 1 differs from that of the other 2" in logs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from p2pstate.description import LeafGroup, describe, leaf_groups
@@ -51,6 +53,9 @@ def test_loss_of_a_node_with_a_partner_is_survived_from_there() -> None:
     )
     assert found.nodes[0].memory_bytes == 8 * slot_bytes(MIB)
     assert found.steps_at_risk == 1
+    assert "protected: step 7; committed: step 8; a version after every step\n" in str(found)
+    adapted = replace(found, every=3, adapting=True)
+    assert "a version every 3 steps, adapted to what it costs (every='auto')\n" in str(adapted)
 
 
 def test_lean_copy_on_one_node_is_lost_with_it() -> None:
@@ -86,7 +91,7 @@ def test_text_has_sizes_places_and_consequences() -> None:
         "rank 1 on a, by kind: bytes, and of these bytes that no other node holds anyway",
         "  parameters           5.0 MiB     1.0 MiB  3 leaves",
         "copies of shard 1: a, b",
-        "protected: step 7; committed: step 8",
+        "protected: step 7; committed: step 8; a version after every step",
         "nodes: host memory for copies, and what happens if the node dies now",
         f"  a                    8.7 MiB  {here}, or the run waits for one; step 7 comes from the memory of b",
         f"  b                    8.7 MiB  {there}, or the run waits for one; step 7 comes from the memory of a",

@@ -20,6 +20,8 @@ from p2pstate.settings import CheckpointPolicy, Settings
         ({"lean": 1}, "lean=1: give True"),
         ({"lean": True, "checkpoint": CheckpointPolicy("/x", 1, None, 1)}, "lean=True keeps no copy on the own node"),
         ({"every": 0}, "every=0: capture"),
+        ({"every": "often"}, "every='often': capture"),
+        ({"every": "auto", "max_overhead": 0}, "every='auto' finds the interval"),
         ({"max_overhead": 1.0}, "max_overhead=1.0: a fraction"),
         ({"max_overhead": -0.1}, "max_overhead=-0.1: a fraction"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from p2pstate.interval import NUM_VOTES_UP, Interval
 from p2pstate.types import Version
 from p2pstate.versions import Course, next_slot, version_to_keep
 
@@ -73,6 +74,35 @@ def test_course_that_resumed_takes_no_version_of_an_older_round_for_its_own() ->
     course = Course(1, kept=V7, due=True).captures(Version(2, 7))
     assert course.committed(8, V7).kept == V7
     assert not course.committed(8, V7).due
+
+
+def adapting(every: int) -> Course:
+    return Course(every, kept=V5, captured=V6, interval=Interval(every))
+
+
+def test_course_whose_interval_adapts_counts_from_the_version_before() -> None:
+    course = adapting(4)
+    due = [(course := course.committed(step, V6, 4.0)).due for step in range(7, 11)]
+    assert due == [False, False, False, True]
+
+
+def test_course_whose_interval_adapts_captures_a_late_version_at_the_next_step() -> None:
+    course = adapting(2)
+    for step in (7, 8, 9):
+        course = course.committed(step, V5, 2.0)
+    assert (course.due, course.num_skipped_in_a_row) == (False, 2)
+    assert course.committed(10, V6, 2.0).due
+
+
+def test_course_whose_interval_adapts_follows_the_largest_need_while_a_version_is_under_way() -> None:
+    course = adapting(1)
+    for step in range(7, 7 + NUM_VOTES_UP):
+        course = course.committed(step, V5, 2.5)
+    assert course.every == 3
+
+
+def test_course_whose_interval_adapts_begins_anew_with_each_round_as_those_do_who_join() -> None:
+    assert adapting(5).resumed(V6) == Course(1, kept=V6, due=True, interval=Interval())
 
 
 @pytest.mark.parametrize(
