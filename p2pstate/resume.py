@@ -1,20 +1,25 @@
 """When memory has no whole version: the newest good checkpoint, restored into the live state.
 
 In: the plan that found nothing in memory. Out: the state of a checkpoint, the same one on all ranks, or none.
+What reads checkpoints is imported when one is looked for: that takes most of a second, which no start without a
+checkpoint directory should spend.
 """
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Store
 
-from p2pstate.durable.resume import Resolved, load, load_resized, resolve
 from p2pstate.groups.status import STATUS
 from p2pstate.state import TrainingState
 from p2pstate.types import RoundInfo, Version
 from p2pstate.worker.link import Link
+
+if TYPE_CHECKING:
+    from p2pstate.durable.resume import Resolved
 
 __all__ = ["Disk"]
 
@@ -33,6 +38,8 @@ class Disk:
 
     def resolve(self, store: Store, info: RoundInfo, why: str) -> Resolved:
         """Decide with all ranks of the round, once in it. ``why``: why the disk is asked."""
+        from p2pstate.durable.resume import resolve
+
         known = self._resolved.get(info.epoch)
         if known is not None:
             return known
@@ -56,6 +63,8 @@ class Disk:
 
     def restore(self, resolved: Resolved, state: TrainingState, num_ranks: int) -> Version:
         """Put the live state into that of the choice, whatever the number of ranks that wrote it."""
+        from p2pstate.durable.resume import load, load_resized
+
         choice = resolved.choice
         assert choice is not None
         with STATUS.trace.expect("reading a checkpoint", self._timeout_s):

@@ -117,7 +117,7 @@ class Rounds:
             with counted.phase("quiesce"):
                 self._protection.quiesce(self.epoch)
                 REGISTRY.release()
-            with counted.phase("view"):
+            with counted.phase("view"), self._context.farewell.idle():
                 info = self._link.wait_round(self.epoch)
             if self._link.adopted is not None:  # a rehearsal is over: from now on this process's time is the rank's
                 seconds, self._context.raised = self._link.adopted

@@ -85,7 +85,7 @@ class Loop:
         # Where this process is
         self.step = 0  # newest committed step
         self._must_join = not context.fresh or context.restore
-        self._rehearsals = Rehearsals(self._models)
+        self._rehearsals = Rehearsals(self._models, together=context.restore)
         self._hooks = Hooks(context, self._models)
         self._ended_at: int | None = None  # this rank's data ended after this step
         self._end_step: int | None = None  # all ranks end at this step, because somebody's data does

@@ -1,6 +1,7 @@
 """SIGTERM and SIGINT to a worker in its training loop: it leaves between two steps, soon.
 
-In: signals. Out: the reason to leave, for the training thread to see; a call when it has not left in time.
+In: signals. Out: the reason to leave, for the training thread to see; a call when it has not left in time, at once
+where it stands still anyway.
 
 Invariants: a signal is noticed although the training thread is blocked in C, where Python's handlers do not run;
 handlers that the user's script has installed stay as they are, and then it decides; children that are forked meanwhile
@@ -13,7 +14,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 __all__ = ["GRACE_S", "Farewell"]
@@ -24,11 +26,13 @@ _STOCK = (signal.SIG_DFL, signal.SIG_IGN)
 
 
 class Farewell:
-    """One per process. ``reason`` is empty until a signal came; ``on_late`` is called ``GRACE_S`` after it."""
+    """One per process. ``reason`` is empty until a signal came; ``on_late`` is called ``GRACE_S`` after it, or as soon
+    as the training thread stands between two rounds (:meth:`idle`), where no step is under way."""
 
     def __init__(self, on_late: Callable[[str], Any]) -> None:
         self.reason = ""
         self._on_late = on_late
+        self._is_idle = False
         self._before: dict[int, Any] = {}  # our handlers are installed in place of these
         self._wake = -1
         os.register_at_fork(after_in_child=self.close)
@@ -61,6 +65,17 @@ class Farewell:
         os.close(self._wake)
         self._wake = -1
 
+    @contextmanager
+    def idle(self) -> Iterator[None]:
+        """The training thread waits inside the block, with nothing to finish."""
+        self._is_idle = True
+        if self.reason:
+            self._on_late(self.reason)
+        try:
+            yield
+        finally:
+            self._is_idle = False
+
     def _on_signal(self, number: int, _frame: object) -> None:
         self._asked(number)
 
@@ -76,6 +91,6 @@ class Farewell:
         if self.reason:
             return
         self.reason = f"{signal.Signals(number).name} was sent to it"
-        timer = threading.Timer(GRACE_S, self._on_late, [self.reason])
+        timer = threading.Timer(0.0 if self._is_idle else GRACE_S, self._on_late, [self.reason])
         timer.name, timer.daemon = "p2pstate-farewell", True
         timer.start()

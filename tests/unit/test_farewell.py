@@ -48,6 +48,22 @@ def test_signal_gives_the_reason_and_a_call_when_time_is_up(number: int, farewel
     assert late == [farewell.reason] == [f"{signal.Signals(number).name} was sent to it"]
 
 
+@pytest.mark.parametrize("first", ["signal", "wait"])
+def test_worker_that_waits_for_a_round_leaves_at_once(
+    first: str, farewell: Farewell, late: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(farewell_module, "GRACE_S", 1000.0)
+    farewell.listen()
+    if first == "signal":
+        os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: farewell.reason)
+        assert late == []
+    with farewell.idle():
+        if first == "wait":
+            os.kill(os.getpid(), signal.SIGTERM)
+        wait_until(lambda: late)
+
+
 def test_signal_is_noticed_while_the_training_thread_is_blocked_in_c(farewell: Farewell) -> None:
     blocked = False
     seen = []

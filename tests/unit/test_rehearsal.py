@@ -64,3 +64,17 @@ def test_rehearsals_without_data_end() -> None:
     assert rehearsals.go_on()
     rehearsals.end()
     assert not rehearsals.go_on()
+
+
+@pytest.mark.usefixtures("gloo")
+def test_one_step_is_enough_where_all_start_together_and_nothing_changes_its_layout() -> None:
+    def num_steps(model: nn.Module, *, together: bool) -> int:
+        rehearsals = Rehearsals([model], together=together)
+        while rehearsals.go_on():
+            train(model)
+            rehearsals.num_steps += 1
+        return rehearsals.num_steps
+
+    assert num_steps(nn.Linear(3, 2), together=True) == 1
+    assert num_steps(nn.Linear(3, 2), together=False) == 2
+    assert num_steps(DistributedDataParallel(nn.Linear(3, 2)), together=True) == 2
