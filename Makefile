@@ -1,4 +1,4 @@
-# Everything a person needs: `make demo`, `make test`. Both set up .venv themselves, once.
+# Everything a person needs: `make demo`, `make test`, `make docs`. They set up .venv themselves, once.
 #   PYTHON=python3.12   the interpreter to make .venv from (its torch is used when it has a suitable one)
 #   JSON=1              the demo's last line is one JSON object
 #   ARGS=...            more arguments for the demo, the tests or the benchmark
@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_ARGS := $(if $(filter-out 0,$(JSON)),--json) $(ARGS)
 
-.PHONY: demo test test-all lint bench clean venv
+.PHONY: demo test test-all lint bench docs clean venv
 
 demo: $(VENV)/ready
 	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
@@ -29,6 +29,9 @@ bench: $(VENV)/ready
 	@$(BIN)/python bench/recovery.py --quick $(ARGS)
 	@$(BIN)/python bench/overhead.py --quick
 	@$(BIN)/python bench/rendezvous.py --quick
+
+docs: $(VENV)/ready
+	@$(BIN)/python tools/docs.py build/docs
 
 venv: $(VENV)/ready
 

@@ -213,7 +213,8 @@ class Replicator:
 
     @property
     def rehearsing(self) -> bool:
-        """True while this process runs steps alone, before it joins a running job: do nothing that others can see."""
+        """True while this process runs steps alone, before it joins a running job. Do nothing then that others
+        can see."""
         return self._loop.rehearsing
 
     @property

@@ -47,6 +47,7 @@ class Timing:
 
     @property
     def suspicion_min_s(self) -> float:
+        """With enough confirmations by others, a suspect is dead after this time."""
         return 0.75 * self.suspicion_max_s
 
     @property
@@ -66,6 +67,7 @@ class Timing:
 
     @property
     def resend_s(self) -> float:
+        """What was not answered is sent again after this time."""
         return 0.5 * self.probe_interval_s
 
     @property
@@ -159,10 +161,12 @@ class Config:
 
     @property
     def timing(self) -> Timing:
+        """Every timeout, from `probe_interval_s` and `failure_s`."""
         return Timing(self.probe_interval_s, self.failure_s)
 
     @property
     def max_size(self) -> int:
+        """Votes of a full run: more than half of them decide the first view."""
         return self.num_nodes_max + self.num_spares_expected + self.num_witnesses_expected
 
     @staticmethod

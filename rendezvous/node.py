@@ -106,10 +106,12 @@ class Node:
 
     @property
     def key(self) -> MemberKey:
+        """This node's name and incarnation."""
         return self._core.me.key
 
     @property
     def member(self) -> Member:
+        """This node as others see it."""
         return self._core.me
 
     @property
@@ -119,6 +121,7 @@ class Node:
 
     @property
     def verdict(self) -> Verdict | None:
+        """How the run ended; None while it goes on."""
         return self._core.verdict
 
     @property
@@ -148,11 +151,13 @@ class Node:
             self._transport.unwatch(fd)
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
+        """Call `callback` in `delay_s` seconds, unless the timer is cancelled. On the node's thread only."""
         timer = Timer(time.monotonic() + delay_s, callback)
         heapq.heappush(self._timers, (timer.due_s, next(self._timer_number), timer))
         return timer
 
     def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
+        """Call `callback` on the node's thread as soon as possible. From any thread."""
         self._calls.append(callback)
         self._transport.wake()
 

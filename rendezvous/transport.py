@@ -43,13 +43,15 @@ class Transport(Protocol):
         """Report `fd` in `readable` while it can be read."""
         ...
 
-    def unwatch(self, fd: int) -> None: ...
+    def unwatch(self, fd: int) -> None:
+        """The opposite of :meth:`watch`; no error if `fd` is not watched."""
 
     def wake(self) -> None:
         """Make a running or the next `poll` return at once. From any thread."""
         ...
 
-    def poll(self, timeout_s: float) -> Incoming: ...
+    def poll(self, timeout_s: float) -> Incoming:
+        """What has arrived; waits up to `timeout_s` for the first of it."""
 
     def close(self, linger_s: float) -> None:
         """Give up every resource; frames still waiting get `linger_s` to leave. Idempotent."""

@@ -92,6 +92,7 @@ class Member:
         object.__setattr__(self, "key", MemberKey(self.name, self.incarnation))
 
     def to_plain(self) -> list[Any]:
+        """As a list of plain values, for the wire."""
         return [
             self.name,
             self.incarnation,
@@ -104,6 +105,7 @@ class Member:
 
     @staticmethod
     def from_plain(value: object) -> Member:
+        """The inverse of :meth:`to_plain`, of untrusted input. Raises ValueError for anything else."""
         name, incarnation, address, role, num_workers, labels, host_owned = list_from(value, "a member", 7)
         table = table_from(labels, "labels")
         if len(table) > MAX_LABELS or not isinstance(host_owned, bool):
@@ -151,11 +153,13 @@ class View:
         return next((index for index, member in enumerate(self.places) if member.key == key), None)
 
     def to_plain(self) -> list[Any]:
+        """As a list of plain values, for the wire."""
         groups = [[member.to_plain() for member in group] for group in (self.places, self.spares, self.witnesses)]
         return [self.nonce, self.epoch, self.round, *groups, self.reason, dict(self.data)]
 
     @staticmethod
     def from_plain(value: object) -> View:
+        """The inverse of :meth:`to_plain`, of untrusted input. Raises ValueError for anything else."""
         nonce, epoch, round_, places, spares, witnesses, reason, data = list_from(value, "a view", 8)
         groups = [
             tuple(Member.from_plain(item) for item in list_from(group, "members"))
@@ -185,10 +189,12 @@ class Verdict:
     origin: MemberKey
 
     def to_plain(self) -> list[Any]:
+        """As a list of plain values, for the wire."""
         return [self.code, self.text, list(self.origin)]
 
     @staticmethod
     def from_plain(value: object) -> Verdict:
+        """The inverse of :meth:`to_plain`, of untrusted input. Raises ValueError for anything else."""
         code, text, origin = list_from(value, "a verdict", 3)
         return Verdict(count_from(code, "an exit code", 255), text_from(text, "a verdict's text"), key_from(origin))
 
@@ -251,9 +257,11 @@ class Application(Protocol):
         """No view can be decided now, and why; not repeated while the reason stays the same."""
         ...
 
-    def on_member(self, change: MemberChange) -> None: ...
+    def on_member(self, change: MemberChange) -> None:
+        """A member was heard for the first time, suspected, heard again, lost, or has left."""
 
-    def on_message(self, sender: MemberKey, kind: str, body: Any) -> None: ...
+    def on_message(self, sender: MemberKey, kind: str, body: Any) -> None:
+        """`sender`, a member, sent something with Node.send or Node.broadcast. Its content is not to be trusted."""
 
     def on_verdict(self, verdict: Verdict) -> None:
         """The job's end; called once. The node goes on telling others until it is stopped."""

@@ -52,13 +52,16 @@ class Shuffled:
 
     @property
     def identity(self) -> str:
+        """Equal for orders that give the same draws; part of a saved position."""
         return f"{self.num_samples} samples, " + (f"seed {self._seed}" if self._shuffle else "not shuffled")
 
     def draw(self, epoch: int, positions: Positions) -> tuple[Positions, Positions]:
+        """``positions``, [n] int64 below ``num_samples`` -> (sample indices, the epoch of each), both [n] int64."""
         passes = np.full(len(positions), epoch, dtype=np.int64)
         return self.at(epoch, positions), passes
 
     def at(self, epoch: int, positions: Positions) -> Positions:
+        """The sample indices at ``positions`` of an epoch, [n] int64."""
         if not self._shuffle:
             return positions
         permutation = self._permutations.get(epoch)
@@ -107,10 +110,13 @@ class Mixture:
 
     @property
     def identity(self) -> str:
+        """Equal for mixtures that give the same draws; part of a saved position."""
         sizes = [source.num_samples for source in self._sources]
         return f"a mixture of {sizes} in shares {self._shares}, {self.num_samples} samples, seed {self._seed}"
 
     def draw(self, epoch: int, positions: Positions) -> tuple[Positions, Positions]:
+        """``positions``, [n] int64 below ``num_samples`` -> (sample indices, counted through all sources; how often the
+        source of each was gone through before), both [n] int64."""
         indices, passes = np.empty_like(positions), np.empty_like(positions)
         blocks, places = np.divmod(positions + epoch * self.num_samples, BLOCK)
         for block in np.unique(blocks):

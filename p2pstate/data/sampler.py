@@ -77,6 +77,7 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         return self.split.num_batches()
 
     def state_dict(self) -> dict[str, Any]:
+        """The position, counted in samples of all ranks together, so that another number of ranks can take it up."""
         return {"order": self.order.identity, "epoch": self.epoch, "samples": self.num_done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

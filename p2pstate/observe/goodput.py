@@ -33,6 +33,7 @@ class Goodput:
 
     @property
     def wall_s(self) -> float:
+        """The sum of all categories: the wall clock, as every second is in exactly one."""
         return sum(self.seconds.values())
 
     @property
