@@ -24,6 +24,7 @@ Layout, from the top down (a file imports only what stands above it):
     observe/perfetto.py
     observe/live.py         what a running node knows
     observe/metrics.py
+    observe/whole.py        pure: what all nodes told, put together
     observe/page.py
     observe/top.py          p2pstate top
     observe/command.py

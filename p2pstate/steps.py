@@ -303,11 +303,13 @@ class Loop:
         if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
             value = value.item()
         protected = self.protection.protected
+        # What is kept from the round before may be on one node only.
+        of_this_round = protected is not None and protected.epoch == self._rounds.epoch
         self._link.send(
             "step",
             step=step,
             seconds=time.monotonic() - self._block_began,
-            protected=protected.step if protected else None,
+            protected=protected.step if protected is not None and of_this_round else None,
             loss=float(value) if isinstance(value, int | float) else None,
             clock=METER.report(),
             shipped_bytes=self.protection.stats.num_shipped_bytes,

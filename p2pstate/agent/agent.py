@@ -252,7 +252,7 @@ class Agent:
                 self._draining.heard(sender, body)
 
     def _status(self) -> dict[str, Any]:
-        return node_status(self.node, self._supervisor, self._vault, self._waiting.reason, self._weaknesses.told)
+        return node_status(self.node, self._supervisor, self._vault, self._waiting.reason, self._weaknesses)
 
     def _snapshot(self) -> dict[str, Any]:
         """For pages, also those of other nodes."""

@@ -21,7 +21,8 @@ from concurrent.futures import TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
-from p2pstate.observe.page import as_page, merge
+from p2pstate.observe.page import POLICY, as_page
+from p2pstate.observe.whole import merge
 from rendezvous.node import Node, Timer
 from rendezvous.types import MemberKey, Role
 
@@ -142,12 +143,13 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         parts = urlsplit(self.path)
-        if not self._may_ask(parse_qs(parts.query)):
+        token = parse_qs(parts.query).get("token", [""])[0]
+        if not self._may_ask(token):
             self._answer(401, "text/plain", b"this page wants a token: Authorization: Bearer TOKEN, or ?token=TOKEN\n")
             return
         try:
             if parts.path == "/":
-                page = as_page(merge(self.server.gather()), self.server.node_name)
+                page = as_page(merge(self.server.gather()), self.server.node_name, token)
                 self._answer(200, "text/html", page.encode())
             elif parts.path == "/status.json":
                 self._answer(200, "application/json", json.dumps(merge(self.server.gather())).encode())
@@ -162,19 +164,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def _may_ask(self, query: dict[str, list[str]]) -> bool:
-        token = self.server.token
-        if token is None:
-            return True
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ") or query.get("token", [""])[0]
-        return hmac.compare_digest(given.encode(), token.encode())
+    def _may_ask(self, token: str) -> bool:
+        wanted = self.server.token
+        given = self.headers.get("Authorization", "").removeprefix("Bearer ") or token
+        return wanted is None or hmac.compare_digest(given.encode(), wanted.encode())
 
     def _answer(self, code: int, kind: str, body: bytes) -> None:
         self.send_response(code)
         self.send_header("Content-Type", f"{kind}; charset=utf-8")
         self.send_header("Content-Length", str(len(body)))
         self.send_header("Cache-Control", "no-store")
-        self.send_header("Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'")
+        self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("Referrer-Policy", "no-referrer")
         self.send_header("X-Content-Type-Options", "nosniff")
         self.end_headers()
         if self.command != "HEAD":

@@ -7,10 +7,11 @@ answers of all nodes together. Seconds are ages, so that no two clocks are compa
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from p2pstate.agent.supervisor import Supervisor
+from p2pstate.agent.weaknesses import Weaknesses
 from p2pstate.vault import Vault
 from rendezvous.node import Node
 from rendezvous.standing import newest_view, standing_of
@@ -21,13 +22,14 @@ Answers = Mapping[str, Mapping[str, Any]]  # by the name of the node
 
 
 def node_status(
-    node: Node, supervisor: Supervisor, vault: Vault, waiting: str, weaknesses: Sequence[str]
+    node: Node, supervisor: Supervisor, vault: Vault, waiting: str, weaknesses: Weaknesses
 ) -> dict[str, Any]:
     """rendezvous.standing.standing_of and, of this node: its ranks, warm processes, vault, what it waits for."""
     now = time.monotonic()
-    ranks = [
+    ranks: list[dict[str, Any]] = [
         {
             "rank": worker.rank,
+            "keepers": weaknesses.keepers_of(worker.rank),
             "pid": worker.pid,
             "phase": worker.phase.value,
             "step": worker.step,
@@ -41,7 +43,7 @@ def node_status(
         "num_warm": sum(worker.rank is None for worker in supervisor.workers.values()),
         "vault_bytes": vault.num_bytes,
         "waiting": waiting,
-        "weaknesses": list(weaknesses),
+        "weaknesses": list(weaknesses.told),
     }
 
 

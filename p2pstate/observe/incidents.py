@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["Incident", "IncidentFinder", "find_incidents"]
+__all__ = ["PHASES", "Incident", "IncidentFinder", "find_incidents", "longest"]
 
 Event = Mapping[str, Any]
 
 SIGN_S = 30.0  # a death is a sign of a round's end that follows within so long
+PHASES = ("detect", "abort", "quiesce", "view", "spare", "groups", "verify", "pull", "restore", "first step")
 CAUSES = {"member_dead": "node", "hang": "hang", "worker_exited": "process"}  # the first of these that was seen counts
 
 
@@ -28,14 +29,29 @@ class Incident:
     cause: str  # node, hang, process or other
     reason: str  # in words, for a person
     last_step: int  # the newest that any rank had committed
+    num_ranks: int  # whose steps were known then: none on a node that only looked on
     recoveries: dict[int, Event] = field(default_factory=dict)  # by rank: how it resumed
     beyond: dict[int, float] = field(default_factory=dict)  # by rank: when it first went beyond last_step
     replaced: set[int] = field(default_factory=set)  # ranks that got a new process
     over_at: float | None = None  # None: the run ended before, or has not gone on yet
+    protected: dict[int, float] = field(default_factory=dict)  # by rank: when it told of a version on two nodes again
+
+    @property
+    def looked_on(self) -> bool:
+        """It touched no rank of which anything is known."""
+        return not (self.num_ranks or self.replaced or self.recoveries)
 
     @property
     def seconds(self) -> float | None:
         return None if self.over_at is None else self.over_at - self.t
+
+    @property
+    def protected_s(self) -> float | None:
+        """From its first sign until every rank's state was on two nodes again; None: it is not, or was not before the
+        next one."""
+        if not self.recoveries or not self.protected.keys() >= self.recoveries.keys():
+            return None
+        return max(self.protected.values()) - self.t
 
     @property
     def steps_lost(self) -> int:
@@ -56,11 +72,16 @@ class Incident:
         """Seconds of each phase, in order: detecting, the longest that any rank was in each phase, the first step."""
         phases = {"detect": self.aborted_at - self.t}
         for event in self.recoveries.values():
-            for name, seconds in event["phases"].items():
-                phases[name] = max(phases.get(name, 0.0), float(seconds))
+            phases = longest(phases, event["phases"])
         if self.over_at is not None and self.recoveries:
             phases["first step"] = self.over_at - max(float(event["t"]) for event in self.recoveries.values())
         return {name: seconds for name, seconds in phases.items() if seconds > 0}
+
+
+def longest(some: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    """Each phase as long as it was where it took longest, in the order in which they come."""
+    names = sorted({*some, *others}, key=lambda name: PHASES.index(name) if name in PHASES else len(PHASES))
+    return {name: max(float(some.get(name, 0.0)), float(others.get(name, 0.0))) for name in names}
 
 
 def find_incidents(events: Iterable[Event]) -> list[Incident]:
@@ -79,6 +100,8 @@ class IncidentFinder:
         self._steps: dict[int, int] = {}  # rank -> newest committed step
         self._finished: set[int] = set()
         self._ended = False  # the run, or there was none yet
+        self._nonce: object = None  # of the run
+        self._round = 0  # the newest
 
     def add(self, event: Event) -> None:
         handler = getattr(self, "on_" + str(event["event"]), None)
@@ -92,6 +115,10 @@ class IncidentFinder:
 
     def on_view(self, event: Event, t: float) -> None:
         self._ended = False
+        nonce, round_ = event.get("nonce"), int(event.get("round", 0))
+        if nonce == self._nonce and round_ > self._round > 0:
+            self._round_over(self._round, t, str(event["reason"]))  # where nobody was told before
+        self._nonce, self._round = nonce, round_
 
     def on_verdict(self, event: Event, t: float) -> None:
         if event.get("scope") == "node":  # it leaves, the run goes on
@@ -115,17 +142,24 @@ class IncidentFinder:
         self._signs.append(event)
 
     def on_abort(self, event: Event, t: float) -> None:
-        if self._open is not None or self._ended:
+        if not self._ended:
+            self._round_over(int(event["round"]), t, str(event["reason"]))
+
+    def _round_over(self, round_: int, t: float, reason: str) -> None:
+        if self.incidents and self.incidents[-1].round == round_:
+            return
+        if self._open is not None and not self._open.looked_on:
+            self._open.protected.clear()
             return
         signs = [sign for sign in self._signs if t - SIGN_S <= sign["t"] <= t]
         self._signs.clear()
         cause = next((CAUSES[kind] for kind in CAUSES if any(sign["event"] == kind for sign in signs)), "other")
         began = min([t, *(float(sign["t"]) for sign in signs)])
         last_step = max(self._steps.values(), default=0)
-        self.incidents.append(Incident(int(event["round"]), began, t, cause, str(event["reason"]), last_step))
+        self.incidents.append(Incident(round_, began, t, cause, reason, last_step, len(self._steps)))
 
     def on_worker_started(self, event: Event, t: float) -> None:
-        if event["rank"] in self._steps and self._open is not None:
+        if self._open is not None:
             self._open.replaced.add(event["rank"])
         self._steps.setdefault(event["rank"], 0)
 
@@ -137,6 +171,9 @@ class IncidentFinder:
         rank, step = event.get("rank"), event.get("step")
         if rank is None or step is None:
             return
+        last = self.incidents[-1] if self.incidents and not self._ended else None
+        if last is not None and rank in last.recoveries and event.get("protected") is not None:
+            last.protected.setdefault(rank, t)
         incident = self._open
         self._steps[rank] = step
         if incident is None:

@@ -133,9 +133,12 @@ def _told(incident: Incident, now: float) -> dict[str, Any]:
         "cause": incident.cause,
         "reason": incident.reason,
         "replaced": sorted(incident.replaced),
+        "ranks": sorted(incident.recoveries),
+        "looked_on": incident.looked_on,
         "source": incident.source,
         "bytes": incident.num_bytes,
         "steps_lost": incident.steps_lost,
         "seconds": incident.seconds,
+        "protected_s": incident.protected_s,
         "phases": incident.phases(),
     }

@@ -1,233 +1,262 @@
-"""The state of a run as a page that anybody may look at, and the same for the terminal.
+"""The state of a run as a page that anybody may look at.
 
-In: what each node answered (agent/serving.py gathers it), which node was asked. Out: :func:`merge`, one plain table of
-the whole run, and :func:`as_page`, HTML without scripts that loads nothing and renews itself. What comes from other
-nodes is escaped. Every state is told in words; colour only repeats it.
+In: the whole run (whole.py), which node was asked. Out: HTML that loads nothing from elsewhere, and renews itself in
+place (page.js; without scripts by loading itself again). What comes from nodes is escaped, and the policy that goes
+with the page lets no other script run. Every state is told in words; colour only repeats it.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+import hashlib
+from base64 import b64encode
+from collections.abc import Mapping
 from html import escape
+from importlib.resources import files
 from typing import Any
+from urllib.parse import quote
 
-from p2pstate.observe import svg
 from p2pstate.observe.goodput import CATEGORIES, Goodput
-from rendezvous.standing import newest_view
+from p2pstate.observe.svg import COLOURS
+from p2pstate.observe.whole import WINDOWS, headline
 
-__all__ = ["WINDOWS", "as_page", "headline", "merge"]
+__all__ = ["POLICY", "as_page"]
 
-RENEW_S = 2
-WINDOWS = {"now": "last minute", "hour": "last hour", "run": "whole run"}
-
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; margin: 1em auto; max-width: 1000px; padding: 0 1em; color: #222; }
-h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 1.6em; } .state { font-weight: 600; font-size: 1.15em; }
-.bad, .good { border-left: .4em solid #d55e00; padding-left: .6em; } .good { border-color: #009e73; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; } td, th { padding: .2em .9em .2em 0; text-align: left;
-vertical-align: top; }
-svg { width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
-.legend span { margin-right: 1.2em; white-space: nowrap; } .legend i { display: inline-block; width: .9em; height: .9em;
-margin-right: .4em; border: 1px solid #555; }
-@media (prefers-color-scheme: dark) { body { background: #181818; color: #ddd; } a { color: #8cf; } }
-"""
-
-
-def merge(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """``answers``: by the name of the node, as far as they came. At least one."""
-    view = newest_view(answers.values())
-    members = {name: member for answer in answers.values() for name, member in answer["members"].items()}
-    seconds = {window: _sum(answer["live"]["seconds"][window] for answer in answers.values()) for window in WINDOWS}
-    fetches = [answer["live"]["fetch_p95_s"] for answer in answers.values()]
-    verdicts = [answer["verdict"] for answer in answers.values() if answer["verdict"] is not None]
-    saved = [answer["live"]["on_disk"] for answer in answers.values() if answer["live"]["on_disk"] is not None]
-    slow = {rank: reason for answer in answers.values() for rank, reason in answer["live"]["slow"]}
-    ranks = [rank | {"node": name} for name, answer in answers.items() for rank in answer["ranks"]]
-    return {
-        "run_id": next(iter(answers.values()))["run_id"],
-        "view": view,
-        "verdict": verdicts[0] if verdicts else None,
-        "nodes": [_node(name, answers.get(name), view, members[name]) for name in sorted(members)],
-        "ranks": sorted(ranks, key=lambda rank: int(rank["rank"])),
-        "waiting": sorted({answer["waiting"] for answer in answers.values() if answer["waiting"]}),
-        "weaknesses": sorted({text for answer in answers.values() for text in answer["weaknesses"]}),
-        "goodput": {window: {"ratio": Goodput(found).ratio, "seconds": found} for window, found in seconds.items()},
-        "incidents": _incidents(answer["live"]["incidents"] for answer in answers.values()),
-        "on_disk": max(saved, key=lambda each: int(each["step"]), default=None),
-        "slow": [[rank, reason] for rank, reason in sorted(slow.items())],
-        "fetch_p95_s": max((value for value in fetches if value is not None), default=None),
-    }
-
-
-def _sum(parts: Any) -> dict[str, float]:
-    sums: Counter[str] = Counter()
-    for part in parts:
-        sums.update(part)
-    return dict(sums)
+STYLE = files(__package__).joinpath("page.css").read_text(encoding="utf-8")
+SCRIPT = files(__package__).joinpath("page.js").read_text(encoding="utf-8")
+SCRIPT_DIGEST = b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = (
+    f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{SCRIPT_DIGEST}'; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+RENEW_S = 2  # without scripts
+WHAT_DIED = {"process": "a worker process", "node": "a whole node", "hang": "a worker that hung", "other": "no process"}
+SOURCES = {
+    "own vault": "its own node's memory",
+    "buddy": "the other node that keeps its copy",
+    "replicas": "ranks that hold the same",
+    "disk": "a checkpoint on disk",
+    "survivor": "its own process, which lives",
+}
+PHASES = {  # of a recovery: what it is called here, and its colour
+    "detect": ("noticing", COLOURS["recovery"]),
+    "abort": ("stopping the step", COLOURS["repeated"]),
+    "quiesce": ("copies come to rest", COLOURS["startup"]),
+    "view": ("agreeing who is in", COLOURS["saving"]),
+    "spare": ("waiting for the replacement", COLOURS["waiting"]),
+    "groups": ("connecting", COLOURS["protection"]),
+    "verify": ("checking copies", COLOURS["phase"]),
+    "pull": ("fetching state", COLOURS["useful"]),
+    "restore": ("putting state in place", COLOURS["data"]),
+    "first step": ("first step", COLOURS["other"]),
+}
+DOING = {
+    "starting": "starting",
+    "fresh": "starting",
+    "alone": "joining",
+    "loop": "training",
+    "rerun": "running",
+    "done": "ending",
+    "finished": "finished",
+}
+LEAST_SHOWN_S = 0.005
 
 
-def _incidents(told: Any) -> list[dict[str, Any]]:
-    """Of each round that ended the account of the node that knows most about it, the newest first."""
-    best: dict[int, dict[str, Any]] = {}
-    causes = ("other", "process", "hang", "node")
-    for incident in (each for part in told for each in part):
-        known = best.get(incident["round"])
-        if known is None:
-            best[incident["round"]] = dict(incident)
-            continue
-        fuller, other = sorted((known, incident), key=lambda each: (each["seconds"] or 0.0, len(each["phases"])))[::-1]
-        cause = max(fuller["cause"], other["cause"], key=causes.index)
-        replaced = sorted({*fuller["replaced"], *other["replaced"]})
-        source = other["source"] if other["replaced"] and not fuller["replaced"] else fuller["source"]
-        best[incident["round"]] = {**fuller, "cause": cause, "replaced": replaced, "source": source}
-    return sorted(best.values(), key=lambda each: float(each["s_ago"]))
-
-
-def _node(
-    name: str, answer: Mapping[str, Any] | None, view: Mapping[str, Any] | None, member: Mapping[str, Any]
-) -> dict[str, Any]:
-    parts = {"places": "training", "spares": "spare", "witnesses": "witness"}
-    part = next((word for key, word in parts.items() if view is not None and name in view[key]), "not in the view")
-    return {
-        "name": name,
-        "address": member["address"],
-        "part": part,
-        "state": member["state"],
-        "answered": answer is not None,
-        "page": answer["page"] if answer is not None else None,
-        "num_warm": answer["num_warm"] if answer is not None else None,
-        "vault_bytes": answer["vault_bytes"] if answer is not None else None,
-        "if_it_dies": _if_it_dies(name, part, answer, view),
-    }
-
-
-def _if_it_dies(name: str, part: str, answer: Mapping[str, Any] | None, view: Mapping[str, Any] | None) -> str:
-    """What happens to the run if this node dies now."""
-    if view is None or part == "not in the view":
-        return "nothing: it has no part in the run"
-    if part == "witness":
-        return "training goes on, with a vote less"
-    if part == "spare":
-        return f"training goes on, with {len(view['spares']) - 1} spare nodes left"
-    if len(view["places"]) == 1 and not view["spares"]:
-        return "the run is lost: no other node has copies"
-    protected = [rank["protected"] for rank in answer["ranks"]] if answer is not None else []
-    if not protected or None in protected:
-        return "not protected yet: the run begins again, or from its newest checkpoint"
-    resumes = f"all resume step {min(protected)} from the copies on other nodes"
-    if view["spares"]:
-        return f"{view['spares'][0]} takes its ranks, {resumes}"
-    return f"the run waits for a node, then {resumes}"
-
-
-def as_page(run: Mapping[str, Any], asked: str) -> str:
-    """``run``: from :func:`merge`; ``asked``: the node that serves this page."""
-    sections = [
-        ("Nodes", _nodes(run, asked)),
-        ("Ranks", _ranks(run)),
-        ("Failures", _failures(run)),
-        ("Where the time went", _goodput(run)),
-    ]
-    title = f"{headline(run)[1]} · {run['run_id']}"
-    body = "".join(f"<h2>{escape(name)}</h2>{content}" for name, content in sections)
+def as_page(run: Mapping[str, Any], asked: str, token: str = "") -> str:
+    """``run``: from whole.merge; ``asked``: the node that serves this page; ``token``: that links to others take
+    along."""
+    well, state = headline(run)
+    name = escape(str(run["run_id"]))
+    failures = run["incidents"]
+    body = "".join(
+        [
+            f"<h1>{name} <small>run, as {escape(asked)} sees it</small></h1>",
+            f'<div class="state {"good" if well else "bad"}"><strong>{"✓" if well else "!"} {escape(state)}</strong>',
+            f"<p>{escape(_explanation(run))}</p></div>",
+            *(f'<div class="note">{escape(note)}</div>' for note in _notes(run)),
+            f"<h2>Newest failure</h2>{_failure(failures[0], run)}" if failures else "",
+            _tiles(run),
+            f'<h2>Nodes and ranks</h2><div class="nodes">{_nodes(run, asked, token)}</div>',
+            f"<h2>Where the time went</h2>{_goodput(run)}",
+            "<h2>Failures before</h2>" if failures[1:] else "",
+            *(_failure(each, run) for each in failures[1:]),
+            "" if failures else '<p class="small">No failure so far.</p>',
+        ]
+    )
     head = (
         '<meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">'
-        f'<meta http-equiv="refresh" content="{RENEW_S}"><title>{escape(title)}</title><style>{STYLE}</style>'
+        f'<noscript><meta http-equiv="refresh" content="{RENEW_S}"></noscript>'
+        f"<title>{escape(state)} · {name}</title><style>{STYLE}</style>"
     )
-    first = f"<h1>Run {escape(str(run['run_id']))}</h1>{_state(run)}"
-    return f'<!doctype html><html lang="en"><head>{head}</head><body>{first}{body}</body></html>'
+    main = f'<main data-node="{escape(asked, quote=True)}">{body}</main>'
+    content = f'<p id="gone" role="alert" hidden></p>{main}<script>{SCRIPT}</script>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{content}</body></html>'
 
 
-def headline(run: Mapping[str, Any]) -> tuple[bool, str]:
-    """Whether all is well, and the run's state in a few words."""
+def _explanation(run: Mapping[str, Any]) -> str:
+    """What the headline means for whoever reads it."""
     if run["verdict"] is not None:
-        return run["verdict"]["code"] == 0, f"ended: {run['verdict']['text']}"
-    if run["view"] is None:
-        return False, "waiting for the first nodes"
-    if run["waiting"]:
-        return False, "waiting for a node"
+        return f"Exit code {run['verdict']['code']}. Nothing of the run is in memory any more."
+    if run["view"] is None or run["waiting"]:
+        return "No training at the moment; what is missing stands below."
+    if headline(run)[0]:
+        lost = [node["if_it_dies"] for node in run["nodes"] if node["if_it_dies"].startswith("the run is lost")]
+        step = min(rank["protected"] for rank in run["ranks"])
+        return (
+            f"A process that dies is replaced from memory. If the node dies, {lost[0]}."
+            if lost
+            else f"Any one node may die now: all ranks resume step {step} from memory."
+        )
     newest = run["incidents"][0] if run["incidents"] else None
     if newest is not None and newest["seconds"] is None:
-        return False, "recovering"
-    if not run["ranks"] or any(rank["protected"] is None for rank in run["ranks"]):
-        return False, "starting, not protected yet"
-    return True, "training, protected"
+        return f"{newest['reason']}, {newest['s_ago']:.0f} s ago. Training has not gone on yet."
+    return "Until copies of every rank's state are on two nodes, a failure may cost more than a step."
 
 
-def _state(run: Mapping[str, Any]) -> str:
-    well, text = headline(run)
-    lines = [f'<p class="state {"good" if well else "bad"}">{escape(text)}</p>']
-    if run["incidents"] and run["verdict"] is None:
-        newest = run["incidents"][0]
-        took = "not over yet" if newest["seconds"] is None else f"survived in {newest['seconds']:.2f} s"
-        text = f"newest failure {newest['s_ago']:.0f} s ago: {newest['reason']}; {took}"
-        lines.append(f"<p>{escape(text)}, {newest['steps_lost']} committed steps lost</p>")
+def _notes(run: Mapping[str, Any]) -> list[str]:
+    notes = [f"Waiting: {text}" for text in run["waiting"]] + [f"Weak: {text}" for text in run["weaknesses"]]
+    return notes + [f"Rank {rank} is slow: {reason}" for rank, reason in run["slow"]]
+
+
+def _tiles(run: Mapping[str, Any]) -> str:
+    steps = [rank["step"] for rank in run["ranks"] if rank["step"] is not None]
+    protected = [rank["protected"] for rank in run["ranks"]]
+    tiles = []
+    if steps:
+        ages = [rank["told_s_ago"] for rank in run["ranks"] if rank["told_s_ago"] is not None]
+        tiles.append(("step", str(min(steps)), f"committed {min(ages):.0f} s ago" if ages else ""))
+        whole = bool(protected) and None not in protected
+        behind = f"{min(steps) - min(protected)} behind" if whole else "no copies on two nodes yet"
+        tiles.append(("protected step", str(min(protected)) if whole else "none", behind))
+    now, all_of_it = (run["goodput"][window]["ratio"] for window in ("now", "run"))
+    tiles.append(("goodput, last minute", f"{100 * now:.1f} %", f"whole run {100 * all_of_it:.1f} %"))
+    lost = sum(incident["steps_lost"] for incident in run["incidents"])
+    tiles.append(("failures", str(run["num_incidents"]), f"{lost} committed steps lost"))
+    spares = [node["name"] for node in run["nodes"] if node["part"] == "spare" and node["state"] == "alive"]
+    tiles.append(("spare nodes", str(len(spares)), ", ".join(spares[:4])))
+    if run["fetch_p95_s"] is not None:
+        tiles.append(("wait for a batch", f"{1000 * run['fetch_p95_s']:.0f} ms", "95 of 100 take less"))
     if run["on_disk"] is not None:
-        lines.append(f"<p>on disk: step {run['on_disk']['step']}, for {run['on_disk']['s_ago']:.0f} s</p>")
-    notes = [f"waiting: {text}" for text in run["waiting"]] + [f"weak: {text}" for text in run["weaknesses"]]
-    notes += [f"rank {rank} is slow: {reason}" for rank, reason in run["slow"]]
-    return "".join(lines) + "".join(f'<p class="bad">{escape(note)}</p>' for note in notes)
+        tiles.append(("step on disk", str(run["on_disk"]["step"]), f"for {run['on_disk']['s_ago']:.0f} s"))
+    drawn = "".join(
+        f'<div class="card"><span class="label">{escape(title)}</span><div class="value">{escape(value)}</div>'
+        f'<span class="small">{escape(note)}</span></div>'
+        for title, value, note in tiles
+    )
+    return f'<div class="tiles">{drawn}</div>'
 
 
-def _nodes(run: Mapping[str, Any], asked: str) -> str:
+def _nodes(run: Mapping[str, Any], asked: str, token: str) -> str:
+    order = {"training": 0, "spare": 1, "witness": 2}
+    nodes = sorted(run["nodes"], key=lambda node: (order.get(node["part"], 3), node["name"]))
+    return "".join(_node(node, run, asked, token) for node in nodes)
+
+
+def _node(node: Mapping[str, Any], run: Mapping[str, Any], asked: str, token: str) -> str:
+    name = escape(node["name"])
+    if node["page"] and node["name"] != asked:
+        address = node["page"] + (f"?token={quote(token)}" if token else "")
+        name = f'<a class="node" href="{escape(address, quote=True)}">{name}</a>'
+    here = ' <span class="small">(this page)</span>' if node["name"] == asked else ""
+    state = node["state"] if node["answered"] or node["part"] == "witness" else f"{node['state']}, did not answer"
+    ranks = [rank for rank in run["ranks"] if rank["node"] == node["name"]]
+    memory = []
+    if node["vault_bytes"]:
+        memory.append(f"{node['vault_bytes'] / 2**20:.1f} MiB of copies")
+    if node["num_warm"] is not None:
+        memory.append(f"{node['num_warm']} warm processes")
+    if node["state"] not in ("alive", "suspect"):
+        told = f'<span>{escape(node["state"])}</span></div><p class="small">{escape(node["reason"])}</p>'
+        return f'<div class="card lost"><div class="head"><h3>{name}{here}</h3>{told}</div>'
+    return (
+        f'<div class="card"><div class="head"><h3>{name}{here}</h3><span>{escape(node["part"])}, '
+        f"{escape(state)}</span></div>{_ranks(ranks) if ranks else ''}"
+        f"<p><b>If it dies now:</b> {escape(node['if_it_dies'])}</p>"
+        f'<p class="small">{escape(", ".join(memory))}</p></div>'
+    )
+
+
+def _ranks(ranks: Any) -> str:
     rows = []
-    for node in run["nodes"]:
-        name = escape(node["name"])
-        if node["page"] and node["name"] != asked:
-            name = f'<a href="{escape(node["page"], quote=True)}">{name}</a>'
-        state = node["state"] if node["answered"] or node["part"] == "witness" else f"{node['state']}, did not answer"
-        size = "" if node["vault_bytes"] is None else f"{node['vault_bytes'] / 2**20:.1f} MiB"
-        cells = (node["part"], state, size, "" if node["num_warm"] is None else str(node["num_warm"]))
-        rest = "".join(f"<td>{escape(cell)}</td>" for cell in (*cells, node["if_it_dies"]))
-        rows.append(f"<tr><td>{name}{' (this page)' if node['name'] == asked else ''}</td>{rest}</tr>")
-    head = ("node", "part", "state", "copies", "warm processes", "if it dies now")
-    return _table(head, rows)
-
-
-def _ranks(run: Mapping[str, Any]) -> str:
-    rows = []
-    for rank in run["ranks"]:
-        protected = "nothing yet" if rank["protected"] is None else f"step {rank['protected']}"
-        lag = "" if rank["protected"] is None or rank["step"] is None else str(rank["step"] - rank["protected"])
-        ago = "" if rank["told_s_ago"] is None else f"{rank['told_s_ago']:.1f} s ago"
+    for rank in ranks:
         step = "" if rank["step"] is None else str(rank["step"])
-        cells = (str(rank["rank"]), rank["node"], str(rank["pid"]), rank["phase"], step, ago, protected, lag)
+        protected = "nothing yet" if rank["protected"] is None else f"step {rank['protected']}"
+        copies = ", ".join(rank["keepers"])
+        cells = (str(rank["rank"]), DOING.get(rank["phase"], rank["phase"]), step, protected, copies)
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-    return _table(("rank", "node", "process", "phase", "step", "committed", "protected", "lag"), rows)
+    head = "".join(f"<th>{name}</th>" for name in ("rank", "state", "step", "protected", "copy on"))
+    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
 
 
-def _failures(run: Mapping[str, Any]) -> str:
-    if not run["incidents"]:
-        return "<p>None.</p>"
-    rows, drawn = [], []
-    for incident in run["incidents"]:
-        took = "not over" if incident["seconds"] is None else f"{incident['seconds']:.2f} s"
-        replaced = ", ".join(map(str, incident["replaced"])) or "none"
-        cells = [f"{incident['s_ago']:.0f} s ago", incident["cause"], incident["reason"], replaced, incident["source"]]
-        cells += [f"{incident['bytes'] / 1e6:.1f} MB", str(incident["steps_lost"]), took]
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
-        drawn.append((f"{incident['s_ago']:.0f} s ago: {incident['cause']}", incident["phases"], took))
-    head = ("when", "what", "why", "ranks replaced", "state from", "sent", "steps lost", "took")
-    largest = max(sum(phases.values()) for _, phases, _ in drawn)
-    return _table(head, rows) + svg.bars(drawn, largest)
+def _failure(incident: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    """What died, why, what it cost, whether the run is protected again."""
+    ranks = ", ".join(map(str, incident["replaced"]))
+    what = WHAT_DIED[incident["cause"]] + (f": rank{'s' * (len(incident['replaced']) > 1)} {ranks}" if ranks else "")
+    over = incident["seconds"] is not None
+    cost = f"{incident['seconds']:.1f} s without a new step" if over else "not over yet"
+    lost = incident["steps_lost"]
+    cost += f", {lost if lost else 'no'} committed step{'s' * (lost != 1)} lost"
+    facts = (
+        ("What died", escape(f"{what}, {incident['s_ago']:.0f} s ago")),
+        ("Why", escape(incident["reason"])),
+        ("What it cost", escape(cost)),
+        ("Protected again?", _protected_again(incident, run)),
+    )
+    described = "".join(f"<div><dt>{title}</dt><dd>{value}</dd></div>" for title, value in facts)
+    return f'<div class="card"><dl class="facts">{described}</dl>{_phases(incident["phases"])}{_origin(incident)}</div>'
+
+
+def _origin(incident: Mapping[str, Any]) -> str:
+    if incident["source"] == "none":
+        return ""
+    sources = " and ".join(SOURCES.get(each, each) for each in incident["source"].split(", "))
+    return f'<p class="small">The state came from {escape(sources)}; {incident["bytes"] / 1e6:.1f} MB were sent.</p>'
+
+
+def _protected_again(incident: Mapping[str, Any], run: Mapping[str, Any]) -> str:
+    if incident["protected_s"] is not None:
+        return f'<span class="yes">✓ yes</span>, {incident["protected_s"]:.1f} s after it'
+    if incident is not run["incidents"][0]:
+        return "not before the next failure"
+    if run["verdict"] is not None:
+        return "the run ended before"
+    return '<span class="no">! not yet</span>: new copies are on their way'
+
+
+def _phases(phases: Mapping[str, float]) -> str:
+    shown = {name: seconds for name, seconds in phases.items() if seconds >= LEAST_SHOWN_S}
+    drawn = [(*PHASES.get(name, (escape(name), COLOURS["other"])), seconds) for name, seconds in shown.items()]
+    legend = "".join(
+        f"<span>{_swatch(colour)}{escape(title)} {seconds:.2f} s</span>" for title, colour, seconds in drawn
+    )
+    return f'{_bar([(title, colour, seconds) for title, colour, seconds in drawn])}<div class="legend">{legend}</div>'
+
+
+def _bar(parts: list[tuple[str, str, float]]) -> str:
+    total = sum(amount for _, _, amount in parts)
+    drawn = "".join(
+        f'<i style="width:{100 * amount / total:.2f}%;background:{colour}" title="{title}: {amount:.2f} s"></i>'
+        for title, colour, amount in parts
+        if total > 0
+    )
+    return f'<div class="bar">{drawn}</div>'
+
+
+def _swatch(colour: str) -> str:
+    return f'<span class="swatch" style="background:{colour}"></span>'
 
 
 def _goodput(run: Mapping[str, Any]) -> str:
+    found = {window: Goodput(run["goodput"][window]["seconds"]) for window in WINDOWS}
+    bars = "".join(
+        f'<div class="head"><span>{title}</span><b>{100 * found[window].ratio:.1f} % useful</b></div>'
+        + _bar([(CATEGORIES[name], COLOURS[name], part) for name, part in found[window].by_category().items()])
+        for window, title in WINDOWS.items()
+    )
     rows = []
-    for window, title in WINDOWS.items():
-        found = Goodput(run["goodput"][window]["seconds"])
-        lost = ", ".join(
-            f"{CATEGORIES[category]} {100 * seconds / found.wall_s:.1f} %"
-            for category, seconds in found.by_category().items()
-            if category != "useful"
-        )
-        rows.append(f"<tr><td>{title}</td><td>{100 * found.ratio:.1f} %</td><td>{escape(lost)}</td></tr>")
-    fetch = run["fetch_p95_s"]
-    note = "" if fetch is None else f"<p>95 of 100 batches came within {fetch:.4f} s.</p>"
-    return _table(("", "goodput", "the rest"), rows) + note
-
-
-def _table(head: Sequence[str], rows: Sequence[str]) -> str:
-    top = "".join(f"<th>{escape(cell)}</th>" for cell in head)
-    return f'<div class="scroll"><table><tr>{top}</tr>{"".join(rows)}</table></div>'
+    for category, title in CATEGORIES.items():
+        shares = [each.by_category().get(category, 0.0) / (each.wall_s or 1.0) for each in found.values()]
+        if any(shares):
+            cells = "".join(f'<td class="number">{100 * share:.1f} %</td>' for share in shares)
+            rows.append(f"<tr><td>{_swatch(COLOURS[category])}{title}</td>{cells}</tr>")
+    head = "".join(f'<th class="number">{title.split()[-1]}</th>' for title in WINDOWS.values())
+    return f'<div class="card">{bars}<table><tr><th></th>{head}</tr>{"".join(rows)}</table></div>'

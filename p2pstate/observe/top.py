@@ -16,7 +16,7 @@ from typing import Any
 from urllib.error import URLError
 
 from p2pstate.observe.goodput import Goodput
-from p2pstate.observe.page import WINDOWS, headline
+from p2pstate.observe.whole import WINDOWS, headline
 
 __all__ = ["add_command", "run_command"]
 

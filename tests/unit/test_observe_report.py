@@ -91,6 +91,36 @@ def test_incident_of_a_second_failure_before_progress_is_the_same_one() -> None:
     assert incident.seconds == pytest.approx(111 - 103.2)
 
 
+def test_incident_tells_when_all_ranks_were_protected_again() -> None:
+    """Rank 1 tells of a version on two nodes one step after rank 0; a step told late belongs to the time before."""
+    events = [*run_events()[:-1], step(112.5, 1, 6, "n2")]
+    for each in events:
+        if each["event"] == "step" and 106 <= each["t"] < (107.5 if each["rank"] == 0 else 108):
+            each["protected"] = None
+    killed, node = find_incidents(events)
+    assert killed.protected_s == pytest.approx(108 - 103.2)
+    assert node.protected_s == pytest.approx(111 - 109)
+    unprotected = [
+        each | ({"protected": None} if each["event"] == "step" and each["t"] > 109 else {}) for each in events
+    ]
+    assert find_incidents(unprotected)[1].protected_s is None
+
+
+def test_node_that_only_looked_on_tells_the_round_it_joined_apart() -> None:
+    """A spare sees one failure, misses the end of the next round, and takes a rank."""
+    views = [
+        event(t, "view", "n2", epoch=number, round=number, nonce="a", reason=f"for reason {number}")
+        for number, t in ((1, 100), (2, 105), (3, 110))
+    ]
+    events = [views[0], event(104, "abort", "n2", round=1, reason="rank 0 died"), views[1]]
+    (looked_on,) = find_incidents(events)
+    assert looked_on.looked_on
+    events += [views[2], event(110.5, "worker_started", "n2", rank=1, pid=9)]
+    first, second = find_incidents(events)
+    assert (first.round, second.round, second.reason) == (1, 2, "for reason 3")
+    assert (first.looked_on, second.looked_on, second.replaced) == (True, False, {1})
+
+
 def test_hang_is_an_incident_of_its_own_kind() -> None:
     events = [*run_events(), event(103.1, "hang", "n1", rank=1, pid=1, reason="no progress")]
     assert find_incidents(sorted(events, key=lambda each: float(each["t"])))[0].cause == "hang"
