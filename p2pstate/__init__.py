@@ -48,6 +48,7 @@ Layout, from the top down (a file imports only what stands above it):
     state/objects.py
     state/restore.py
     state/training_state.py
+    groups/nccl_settings.py  what torch is to do about NCCL errors
     groups/waiting.py       waits that end with the round
     groups/status.py        the process's one error flag
     groups/sockets.py       finding and cutting connections

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from p2pstate.groups.nccl_settings import conflicts
 from p2pstate.memory import Bound, room
 from p2pstate.options import add_network, operator_config
 from rendezvous.config import Config, split_endpoint
@@ -93,6 +94,7 @@ def examine(options: argparse.Namespace) -> list[Finding]:
         ("encryption", check_encryption),
         ("network", lambda: check_network(options)),
         ("interfaces", lambda: check_interfaces(os.environ)),
+        ("NCCL", lambda: check_nccl(os.environ, has_card())),
         ("kernel", check_kernel),
         ("open files", lambda: check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))),
         ("locked memory", lambda: check_locked_memory(resource.getrlimit(resource.RLIMIT_MEMLOCK)[0], has_card())),
@@ -221,6 +223,13 @@ def check_interfaces(env: Mapping[str, str]) -> Iterator[Finding]:
         )
         fix = "set GLOO_SOCKET_IFNAME=IFACE, or let the name resolve to this host's address (not on one host alone)"
         yield Finding("interfaces", Level.WARNING, text, fix)
+
+
+def check_nccl(env: Mapping[str, str], card: bool) -> Iterator[Finding]:
+    """Whether torch's own handling of NCCL errors is left to p2pstate. Matters on hosts with cards only."""
+    for found in conflicts(env):
+        level = Level.PROBLEM if card else Level.WARNING
+        yield Finding("NCCL", level, f"{found.name}={found.value}: {found.what}", found.fix)
 
 
 def check_kernel() -> Iterator[Finding]:

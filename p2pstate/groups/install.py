@@ -16,13 +16,16 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed import distributed_c10d
 
 from p2pstate.errors import ConfigError
+from p2pstate.groups import nccl_settings
 from p2pstate.groups.group import P2PGroup
 from p2pstate.groups.registry import Registry
+from rendezvous.autoload import ENV_AGENT
 
 __all__ = ["install", "installed"]
 
@@ -38,6 +41,8 @@ def install(registry: Registry, default_store: Callable[[], Store]) -> None:
     """Register the backend and replace the environment rendezvous. Call once, before the user's script."""
 
     def create(options: Any, _backend_options: Any) -> P2PGroup:
+        if torch.cuda.is_available():
+            nccl_settings.apply(os.environ, under_torchrun=ENV_AGENT in os.environ)
         return registry.create(options.global_ranks_in_group, options.group_rank, options.timeout)
 
     dist.Backend.register_backend("p2p", create, extended_api=True, devices=["cpu", "cuda"])

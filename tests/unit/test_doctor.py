@@ -93,6 +93,14 @@ def test_interface_that_gloo_or_nccl_is_told_must_exist(env: dict[str, str], lev
     assert [found.level for found in doctor.check_interfaces(env)] == levels
 
 
+@pytest.mark.parametrize(("card", "level"), [(True, Level.PROBLEM), (False, Level.WARNING)])
+def test_handling_of_nccl_errors_by_torch_itself_is_a_problem_where_there_is_a_card(card: bool, level: Level) -> None:
+    (found,) = doctor.check_nccl({"TORCH_NCCL_BLOCKING_WAIT": "1", "NCCL_DEBUG": "INFO"}, card)
+    assert (found.level, found.text.partition(":")[0]) == (level, "TORCH_NCCL_BLOCKING_WAIT=1")
+    assert found.fix
+    assert not list(doctor.check_nccl({}, card))
+
+
 @pytest.mark.parametrize(("address", "warned"), [("127.0.1.1", True), ("10.0.0.1", False)])
 def test_host_name_that_means_loopback_is_where_gloo_listens(
     address: str, warned: bool, monkeypatch: pytest.MonkeyPatch
