@@ -50,6 +50,7 @@ Layout, from the top down (a file imports only what stands above it):
     state/training_state.py
     groups/nccl_settings.py  what torch is to do about NCCL errors
     groups/waiting.py       waits that end with the round
+    groups/nccl.py          NCCL of one group, on one card
     groups/status.py        the process's one error flag
     groups/sockets.py       finding and cutting connections
     groups/echo.py          what a collective returns when nobody is there

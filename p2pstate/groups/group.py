@@ -3,8 +3,11 @@
 In: the calls of ``torch.distributed``, DDP, FSDP2, DTensor and DeviceMesh. Out: what the inner group returns while all
 is well; echoes (see echo.py) in solo mode and after the first error anywhere in the process.
 
+The first collective on tensors of a card, which all members call together, connects NCCL; later rounds do so at once.
+
 Invariants: no method raises into forward or backward because a peer failed; replacing ``inner`` needs nothing from
-whoever holds this object. The methods are those that ``dir(ProcessGroup)`` lists; a test compares.
+whoever holds this object; a coalesced call that was begun is ended, whatever happens in between. The methods are those
+that ``dir(ProcessGroup)`` lists; a test compares.
 """
 
 from __future__ import annotations
@@ -20,8 +23,9 @@ from torch.distributed import ProcessGroup
 
 from p2pstate.groups import echo
 from p2pstate.groups.inner import Inner
+from p2pstate.groups.nccl import wait_on_host
 from p2pstate.groups.status import Status
-from p2pstate.groups.works import EchoWork, GuardedWork
+from p2pstate.groups.works import CardWork, EchoWork, GuardedWork, card_of
 from p2pstate.trace import Row
 
 __all__ = ["P2PGroup"]
@@ -53,6 +57,9 @@ class P2PGroup(ProcessGroup):
         self.members = members
         self.timeout = timeout
         self.inner: Inner | None = None
+        self.card: torch.device | None = None  # whose tensors it has been asked to move
+        self.connect_card: Callable[[P2PGroup, torch.device], None] | None = None
+        self._coalescing: Inner | None = None
         self._rank = rank
         self._status = status
         self._group_name: str | None = None
@@ -67,8 +74,23 @@ class P2PGroup(ProcessGroup):
     def attach(self, inner: Inner) -> None:
         self.detach()
         self.inner = inner
+        self._watch(inner)
         for row in self._rows.values():
             row.begin(inner.epoch)
+
+    def _watch(self, inner: Inner) -> None:
+        status, epoch = self._status, inner.epoch
+        inner.watch(lambda error: status.fail(error, epoch))
+
+    def _reaches(self, inner: Inner, card: torch.device | None) -> bool:
+        """Whether ``inner`` can be used now, for tensors of ``card``: connects it where that is to be done first."""
+        if card is not None and inner.card is None and self.connect_card is not None:
+            try:
+                self.connect_card(self, card)
+                self._watch(inner)
+            except Exception as error:
+                self._status.fail(error, inner.epoch)
+        return not self._status.echoing
 
     def detach(self) -> threading.Event | None:
         inner, self.inner = self.inner, None
@@ -92,7 +114,9 @@ class P2PGroup(ProcessGroup):
         inner = self.inner
         self._sequence += 1
         values = (*args, *kwargs.values())
-        if not self._status.echoing and inner is not None:
+        card = card_of(values)
+        self.card = card or self.card
+        if not self._status.echoing and inner is not None and self._reaches(inner, card):
             row = row or self._row
             entered = row.enter(name)
             try:
@@ -104,16 +128,10 @@ class P2PGroup(ProcessGroup):
                 self._status.fail(error, inner.epoch)
             else:
                 value = values[0] if values else None
-                stubborn = name in STUBBORN
-                return GuardedWork(
-                    work,
-                    self._status,
-                    inner.epoch,
-                    lambda: echoed(self._rank, values),
-                    value,
-                    stubborn,
-                    lambda: row.leave(entered),
-                )
+                guarded = (work, self._status, inner.epoch, lambda: echoed(self._rank, values), value)
+                if card is not None:
+                    return CardWork(*guarded, lambda: row.leave(entered), blocks=name == "barrier")
+                return GuardedWork(*guarded, name in STUBBORN, lambda: row.leave(entered))
         self._status.raise_if_loud()
         with torch.no_grad():
             return EchoWork(echoed(self._rank, values))
@@ -207,13 +225,25 @@ class P2PGroup(ProcessGroup):
 
     def _start_coalescing(self, device: torch.device) -> None:
         inner = self.inner
-        if not self._status.echoing and inner is not None:
+        card = device if device.type == "cuda" else None
+        self.card = card or self.card
+        if not self._status.echoing and inner is not None and self._reaches(inner, card):
             inner.group._start_coalescing(device)
+            self._coalescing = inner
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        inner = self.inner
-        if not self._status.echoing and inner is not None:
-            return inner.group._end_coalescing(device)
+        inner, self._coalescing = self._coalescing, None
+        if inner is not None and inner.group is not None:
+            try:
+                work = inner.group._end_coalescing(device)
+            except Exception as error:
+                self._status.fail(error, inner.epoch)
+            else:
+                if work is None:  # nothing was called in between
+                    return EchoWork(None)
+                guarded = (work, self._status, inner.epoch, lambda: None, None)
+                return CardWork(*guarded) if device.type == "cuda" else GuardedWork(*guarded, False)
+        self._status.raise_if_loud()
         return EchoWork(None)
 
     # -- who and what this group is
@@ -259,6 +289,11 @@ class P2PGroup(ProcessGroup):
         self.detach()
 
     def shutdown(self) -> None:
+        """What was queued on the card ends before."""
+        card = self.inner.card if self.inner is not None else None
+        if card is not None and not self._status.echoing:
+            queued = torch.cuda.current_stream(card).record_event()
+            wait_on_host(queued.query, lambda: self._status.echoing, self.timeout.total_seconds())
         self.detach()
 
 

@@ -1,7 +1,7 @@
 """The real connections behind a group, for one round: built, checked, cut and buried.
 
 In: a store of the round, the members' numeric addresses. Out: an :class:`Inner` whose ``group`` is a stock
-``ProcessGroup`` with one backend per device type. gloo is built here; the NCCL backend joins at ``BACKENDS``.
+``ProcessGroup``: over gloo for tensors in host memory, and over NCCL for those on a card once there are any.
 
 Invariants: an Inner that was returned has carried one small all-reduce among all its members (connecting "succeeds"
 even against a stopped process); after :meth:`Inner.cut` no operation of it blocks; groups are destroyed on a thread of
@@ -11,7 +11,7 @@ their own, never on one of gloo's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -20,11 +20,15 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import ProcessGroupGloo
 
+from p2pstate.groups.nccl import WATCH, Communicator
 from p2pstate.groups.sockets import Connections
 
-__all__ = ["BACKENDS", "Inner", "build_inner", "bury"]
+__all__ = ["Inner", "build_inner", "bury", "card_inner"]
 
 CONNECT_TIMEOUT_S = 6.0  # gloo multiplies it by five while it connects
+MAX_ABORT_S = 600.0  # of NCCL, where half a second is usual
+
+_unburied: list[list[Any]] = []
 
 
 def _gloo(store: Store, rank: int, size: int, host: str) -> Any:
@@ -35,24 +39,40 @@ def _gloo(store: Store, rank: int, size: int, host: str) -> Any:
     return ProcessGroupGloo(store, rank, size, options)
 
 
-# device type -> (c10d backend type, constructor)
-BACKENDS: dict[str, tuple[Any, Callable[[Store, int, int, str], Any]]] = {
-    "cpu": (ProcessGroup.BackendType.GLOO, _gloo),
-}
-
-
 class Inner:
-    """One group's connections in one round."""
+    """One group's connections in one round. ``gloo``: None in a group for cards alone."""
 
-    def __init__(self, epoch: int, group: Any, backends: list[Any], connections: Connections) -> None:
+    def __init__(self, epoch: int, group: Any, gloo: Any, connections: Connections) -> None:
         self.epoch = epoch
         self.group: Any = group
-        self._backends = backends
+        self._gloo = gloo
         self._connections = connections
+        self._communicator: Communicator | None = None
+
+    @property
+    def card(self) -> torch.device | None:
+        """The card whose tensors this group moves as well."""
+        return self._communicator.device if self._communicator is not None else None
+
+    def join_card(self, communicator: Communicator) -> None:
+        """Connect it, with all members at the same time; from then on it goes the way of this group."""
+        try:
+            communicator.connect(self.group)
+        except BaseException:
+            bury([communicator.backend], [communicator.release()])
+            raise
+        self._communicator = communicator
+
+    def watch(self, on_error: Callable[[Exception], None]) -> None:
+        """Have ``on_error`` called when NCCL reports an error of this group; gloo's come with the operations."""
+        if self._communicator is not None:
+            WATCH.add(self._communicator, on_error)
 
     def cut(self) -> None:
         """Make every blocked operation raise, now. Safe from any thread."""
         self._connections.cut()
+        if self._communicator is not None:
+            self._communicator.cut()
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The deadline of later operations."""
@@ -61,10 +81,14 @@ class Inner:
     def release(self) -> threading.Event:
         """Cut, and destroy in the background; the event is set once gloo's threads of this group have ended."""
         self.cut()
-        things = [self.group, self._backends]
+        things = [self.group, self._gloo]
         # Ours must go first: whoever drops the last reference waits for gloo's threads.
-        self.group, self._backends = None, []
-        return bury(things)
+        self.group = self._gloo = None
+        if self._communicator is None:
+            return bury(things)
+        WATCH.remove(self._communicator)
+        things.append(self._communicator.backend)
+        return bury(things, [self._communicator.release()])
 
 
 def build_inner(
@@ -82,34 +106,42 @@ def build_inner(
     Raises what gloo raises: RuntimeError, or the store's DistStoreError at the end of the round.
     """
     group: Any = ProcessGroup(store, rank, size)
-    backends: list[Any] = []
+    gloo: Any = None
     try:
         with connections:
-            for device, (kind, make) in BACKENDS.items():
-                backends.append(make(store, rank, size, host))
-                group._register_backend(torch.device(device), kind, backends[-1])
-                group._set_default_backend(kind)
+            gloo = _gloo(store, rank, size, host)
+            group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, gloo)
+            group._set_default_backend(ProcessGroup.BackendType.GLOO)
         probe = torch.ones(1)
         group.allreduce([probe]).wait(timedelta(seconds=CONNECT_TIMEOUT_S))
         if int(probe.item()) != size:
             raise RuntimeError(f"a new group of {size} ranks counted {int(probe.item())}")
     except BaseException:
         # The traceback keeps this frame: leave nothing in it whose destructor could wait.
-        things, group, backends = [group, backends], None, []
+        things, group, gloo = [group, gloo], None, None
         bury(things)
         raise
     group.set_timeout(timeout)
-    return Inner(epoch, group, backends, connections)
+    return Inner(epoch, group, gloo, connections)
 
 
-def bury(things: list[Any]) -> threading.Event:
+def card_inner(store: Store, rank: int, size: int, epoch: int) -> Inner:
+    """For tensors of a card alone, once it has joined one."""
+    return Inner(epoch, ProcessGroup(store, rank, size), None, Connections())
+
+
+def bury(things: list[Any], after: Sequence[threading.Event] = ()) -> threading.Event:
     """Drop the last references to groups on a thread of its own: their destructors join gloo's threads, which may take
-    until gloo's timeout where an operation cannot be freed (see waiting.py)."""
+    until gloo's timeout where an operation cannot be freed (see waiting.py). ``after``: what has to have ended before.
+    """
     gone = threading.Event()
 
     def dig() -> None:
-        things.clear()
-        gone.set()
+        if all(event.wait(MAX_ABORT_S) for event in after):
+            things.clear()
+            gone.set()
+        else:
+            _unburied.append(things)  # destroying what is still in use ends the process
 
     threading.Thread(target=dig, name="p2pstate-reaper", daemon=True).start()
     return gone

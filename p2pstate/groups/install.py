@@ -60,6 +60,28 @@ def install(registry: Registry, default_store: Callable[[], Store]) -> None:
         return stock(group_size, group_rank, ranks, _ours(backend), *args, **kwargs)
 
     distributed_c10d._new_process_group_helper = helper  # type: ignore[assignment]
+    batch_on_cards(dist)
+    batch_on_cards(distributed_c10d)
+
+
+def batch_on_cards(module: Any) -> None:
+    """torch groups the messages of ``batch_isend_irecv`` for its own classes alone; on a card they block one another
+    otherwise."""
+    stock = module.batch_isend_irecv
+
+    @functools.wraps(stock)
+    def batch_isend_irecv(p2p_op_list: list[Any]) -> list[Any]:
+        group = (p2p_op_list[0].group or dist.group.WORLD) if p2p_op_list else None
+        if not isinstance(group, P2PGroup) or p2p_op_list[0].tensor.device.type != "cuda":
+            return stock(p2p_op_list)  # type: ignore[no-any-return]
+        distributed_c10d._check_p2p_op_list(p2p_op_list)
+        with distributed_c10d._coalescing_manager(group, p2p_op_list[0].tensor.device, async_ops=True) as batch:
+            for each in p2p_op_list:
+                peer = {"group_dst" if each.op is dist.isend else "group_src": each.group_peer}
+                each.op(each.tensor, group=each.group, tag=each.tag, **peer)
+        return batch.works  # type: ignore[no-any-return]
+
+    module.batch_isend_irecv = batch_isend_irecv
 
 
 def _ours(backend: Any) -> Any:

@@ -2,7 +2,10 @@
 
 In: the creation of groups (by torch, through the backend ``p2p``), and rounds. Out: every group connected to its peers
 of the same round, together with connections of our own: *gate*, a group (the votes), and *replication*, a transport
-(bulk state): plain TCP, or a process group where training is on cards.
+(bulk state): plain TCP, or NCCL where the training state is on cards.
+
+NCCL joins a group when that moves tensors of a card for the first time. In later rounds it is there from the beginning
+if any member says so as the members meet: a newcomer may not have got that far.
 
 Invariants: groups are identified by (members, ordinal among groups of the same members), not by creation order alone,
 and connected in the order of these keys, so that ranks which belong to different sets of groups cannot wait for each
@@ -26,8 +29,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from p2pstate.groups.group import P2PGroup
 from p2pstate.groups.group_transport import GroupTransport
-from p2pstate.groups.inner import BACKENDS, Inner, build_inner
+from p2pstate.groups.inner import Inner, build_inner, card_inner
 from p2pstate.groups.mesh import Mesh
+from p2pstate.groups.nccl import Communicator
 from p2pstate.groups.sockets import Connections
 from p2pstate.groups.status import STATUS, Status
 from p2pstate.groups.tcp import TcpTransport
@@ -39,6 +43,7 @@ __all__ = ["GATE", "REGISTRY", "Built", "Registry"]
 GATE = "gate"  # the key of the group that votes
 OWN_TIMEOUT = timedelta(minutes=30)
 MESH_TIMEOUT_S = 30.0  # between ranks that are all there
+NUM_BULK_BLOCKS = 4  # of a card's processors for bulk state: training needs the others
 
 
 class _Cuttable(Protocol):
@@ -69,6 +74,9 @@ class Registry:
         self.host = ""
         self.rank = 0
         self.world_size = 0
+        # The card of the training state, where it is on one; and which to use when another rank is on its card already.
+        self.card: torch.device | None = None
+        self.local_rank = 0
 
     @property
     def groups(self) -> Sequence[P2PGroup]:
@@ -87,6 +95,7 @@ class Registry:
         digest = hashlib.blake2b(repr(ranks).encode(), digest_size=6).hexdigest()
         key = f"{len(ranks):06d}-{digest}-{ordinal:04d}"
         group = P2PGroup(key, ranks, rank, timeout, self._status)
+        group.connect_card = self._connect_card
         self._groups.append(group)
         if not self._status.echoing:
             try:
@@ -109,7 +118,7 @@ class Registry:
             made.append(replication := self._build_replication(world, epoch))
             built = Built(gate, replication)
             for group in [] if own_only else sorted(self._groups, key=lambda group: group.key):
-                made.append(inner := self._build(group.key, group.members, epoch, group.timeout))
+                made.append(inner := self._build(group.key, group.members, epoch, group.timeout, group.card))
                 built.groups[group.key] = inner
         except BaseException:
             for each in made:
@@ -157,21 +166,64 @@ class Registry:
         self._groups.clear()
         self._ordinals.clear()
 
-    def _build(self, key: str, members: tuple[int, ...], epoch: int, timeout: timedelta) -> Inner:
-        store = self._meet(key, members, epoch, timeout)
+    def _build(
+        self,
+        key: str,
+        members: tuple[int, ...],
+        epoch: int,
+        timeout: timedelta,
+        card: torch.device | None = None,
+    ) -> Inner:
+        store, wants_card = self._meet(key, members, epoch, timeout, card is not None)
         connections = Connections()
         with self._under_way(connections, epoch):
-            return build_inner(store, members.index(self.rank), len(members), self.host, epoch, timeout, connections)
+            inner = build_inner(store, members.index(self.rank), len(members), self.host, epoch, timeout, connections)
+        if wants_card:
+            try:
+                self._join_card(inner, key, members, card or self._own_card(), timeout)
+            except BaseException:
+                inner.release()
+                raise
+        return inner
+
+    def _connect_card(self, group: P2PGroup, card: torch.device) -> None:
+        """In the middle of a round, when its members call their first collective on tensors of a card."""
+        assert group.inner is not None
+        self._join_card(group.inner, group.key, group.members, card, group.timeout)
+
+    def _join_card(
+        self,
+        inner: Inner,
+        key: str,
+        members: tuple[int, ...],
+        card: torch.device,
+        timeout: timedelta,
+        num_blocks: int = 0,
+    ) -> None:
+        store, _ = self._meet(f"{key}/card", members, inner.epoch, timeout, True)
+        communicator = Communicator(store, members.index(self.rank), len(members), card, timeout, num_blocks)
+        with self._under_way(communicator, inner.epoch):
+            inner.join_card(communicator)
+
+    def _own_card(self) -> torch.device:
+        """The card of a process that has not used one yet: the one of its place on the node."""
+        if torch.cuda.is_initialized():
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cuda", self.local_rank % torch.cuda.device_count())
 
     def _build_replication(self, world: tuple[int, ...], epoch: int) -> Transport:
         silence_s = OWN_TIMEOUT.total_seconds()
-        cards = [device for device in BACKENDS if device != "cpu"]
-        if cards:
-            return GroupTransport(
-                self._build("replication", world, epoch, OWN_TIMEOUT), torch.device(cards[0]), silence_s
-            )
+        store, on_cards = self._meet("replication", world, epoch, OWN_TIMEOUT, self.card is not None)
+        if on_cards:
+            inner = card_inner(store, self.rank, self.world_size, epoch)
+            card = self.card or self._own_card()
+            try:
+                self._join_card(inner, "replication", world, card, OWN_TIMEOUT, NUM_BULK_BLOCKS)
+            except BaseException:
+                inner.release()
+                raise
+            return GroupTransport(inner, card, silence_s)
         mesh = Mesh(silence_s)
-        store = self._meet("replication", world, epoch, OWN_TIMEOUT)
         try:
             with self._under_way(mesh, epoch):
                 mesh.connect(store, self.rank, self.world_size, self.host, MESH_TIMEOUT_S)
@@ -180,14 +232,18 @@ class Registry:
             raise
         return TcpTransport(epoch, mesh, silence_s)
 
-    def _meet(self, key: str, members: tuple[int, ...], epoch: int, timeout: timedelta) -> Store:
+    def _meet(
+        self, key: str, members: tuple[int, ...], epoch: int, timeout: timedelta, wants_card: bool
+    ) -> tuple[Store, bool]:
         """Wait for all members, which may come minutes apart (one still reads its data): gloo's own patience while
-        connecting is short. Returns the store they share."""
+        connecting is short. Returns the store they share, and whether any of them wants NCCL."""
         assert self.make_store is not None
         store = PrefixStore(f"groups/{key}", self.make_store(epoch))
-        store.set(f"here/{self.rank}", "")
-        store.wait([f"here/{rank}" for rank in members], timeout)
-        return store
+        store.set(f"here/{self.rank}", "card" if wants_card else "")
+        keys = [f"here/{rank}" for rank in members]
+        store.wait(keys, timeout)
+        # Where there are no cards nobody can want one.
+        return store, torch.cuda.is_available() and (wants_card or any(store.get(each) == b"card" for each in keys))
 
     @contextmanager
     def _under_way(self, connections: _Cuttable, epoch: int) -> Iterator[None]:

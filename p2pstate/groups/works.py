@@ -2,12 +2,15 @@
 
 In: a work handle of the inner group, or nothing. Out: handles whose ``wait`` and futures never raise: the first error
 is recorded for the whole process, the outputs are given defined values, and the caller goes on.
+
+On a card, waiting means that what the caller queues from now on runs after the operation: the host goes on at once, an
+error comes to light later (see nccl.py), and what was queued behind it is discarded at the gate or with its version.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,10 +18,22 @@ import torch
 from torch.distributed import Work
 from torch.futures import Future
 
+from p2pstate.groups.nccl import wait_on_host
 from p2pstate.groups.status import Status
-from p2pstate.groups.waiting import call, wait_collective
+from p2pstate.groups.waiting import Abandoned, call, wait_collective
 
-__all__ = ["EchoWork", "GuardedWork"]
+__all__ = ["CardWork", "EchoWork", "GuardedWork", "card_of"]
+
+
+def card_of(values: Sequence[Any]) -> torch.device | None:
+    """The card that a collective with these arguments runs on; None: it works on host memory."""
+    for value in values:
+        while isinstance(value, list | tuple) and value:
+            value = value[0]
+        device = getattr(value, "device", None)  # of a tensor, or of a barrier's options
+        if isinstance(device, torch.device):
+            return device if device.type == "cuda" else None
+    return None
 
 
 class EchoWork(Work):
@@ -26,7 +41,8 @@ class EchoWork(Work):
 
     def __init__(self, value: Any) -> None:
         super().__init__()
-        self._future: Future[Any] = Future()
+        card = card_of((value,))
+        self._future: Future[Any] = Future(devices=None if card is None else [card])
         self._future.set_result(value)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -165,3 +181,39 @@ class GuardedWork(Work):
         self._status.raise_if_loud()
         with torch.no_grad():
             self._echo()
+
+
+class CardWork(GuardedWork):
+    """The same for an operation on a card. ``blocks``: the host is to wait for its end, as in a barrier."""
+
+    def __init__(
+        self,
+        work: Any,
+        status: Status,
+        epoch: int,
+        echo: Callable[[], Any],
+        value: Any,
+        on_end: Callable[[], None] = lambda: None,
+        *,
+        blocks: bool = False,
+    ) -> None:
+        super().__init__(work, status, epoch, echo, value, False, on_end)
+        self._blocks = blocks
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        try:
+            if self._blocks or timeout:
+                wait_on_host(self._work.is_completed, self._is_over, timeout.total_seconds() if timeout else None)
+            self._work.wait()
+            if self._is_over():
+                raise Abandoned("an operation on a card was given up: the round is over")
+        except Exception as error:
+            self._failed(error)
+        else:
+            self._on_end()
+        return True
+
+    def get_future(self) -> Future[Any]:
+        """NCCL's own: it is done at once, and whoever waits for it orders streams."""
+        future: Future[Any] = self._work.get_future()
+        return future

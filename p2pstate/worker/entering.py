@@ -73,6 +73,7 @@ def prepare(link: Link, assignment: dict[str, Any]) -> WorkerContext:
         faulthandler.register(STACKS_SIGNAL, file=2, all_threads=True)
     REGISTRY.make_store = make_store
     REGISTRY.rank, REGISTRY.world_size, REGISTRY.host = rank, world_size, assignment["host"]
+    REGISTRY.local_rank = assignment["local_rank"]
     if context.fresh:
         STATUS.connect(epoch)
     else:

@@ -98,6 +98,8 @@ class FakeWork:
 class FakeInner:
     """Connections of round ``epoch``; every collective calls ``operation``."""
 
+    card = None
+
     def __init__(self, operation: Callable[..., Any], epoch: int = 1) -> None:
         self.operation, self.epoch = operation, epoch
         self.calls: list[str] = []
@@ -114,6 +116,9 @@ class FakeInner:
 
     def set_timeout(self, timeout: timedelta) -> None:
         self.timeout = timeout
+
+    def watch(self, on_error: Callable[[Exception], None]) -> None:
+        """Nothing of it is on a card."""
 
     def release(self) -> None:
         self.released = True
