@@ -6,6 +6,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests that start whole runs follow one another in one process; all others go beside them.
+IN_PARALLEL := -n auto --maxprocesses 4 --dist loadgroup
 DEMO_ARGS := $(if $(filter-out 0,$(JSON)),--json) $(ARGS)
 
 .PHONY: demo test test-all lint bench docs clean venv
@@ -14,10 +16,10 @@ demo: $(VENV)/ready
 	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: $(VENV)/ready
-	@$(BIN)/python -m pytest -m "not slow and not soak and not slurm" $(ARGS)
+	@$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow and not soak and not slurm" $(ARGS)
 
 test-all: $(VENV)/ready
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

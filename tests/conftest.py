@@ -1,4 +1,7 @@
-"""Shared by all tests: a fork server with torch imported, so that a run's processes start in milliseconds."""
+"""Shared by all tests: a fork server with torch imported, so that a run's processes start in milliseconds.
+
+Tests that start whole runs (tests/proc) are one group for pytest-xdist: they follow one another in one process.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,14 @@ from pathlib import Path
 import pytest
 
 READY_WITHIN_S = 120.0
+RUNS = Path(__file__).parent / "proc"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if config.pluginmanager.hasplugin("xdist") and item.path.is_relative_to(RUNS):
+            item.add_marker(pytest.mark.xdist_group("runs"))
 
 
 @pytest.fixture(scope="session")
