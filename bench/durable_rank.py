@@ -24,7 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import p2pstate
 from p2pstate.durable.catalog import list_checkpoints
-from p2pstate.durable.resume import Choice, load
+from p2pstate.durable.resume import load
+from p2pstate.durable.storage import Directory
 
 DEADLINE_S = 300.0
 WINDOW = 16  # steps of a protected loop
@@ -96,13 +97,13 @@ def main() -> None:
                 durable[name].append(time.monotonic() - began)
 
     medians = {name: statistics.median(values) for name, values in stalls.items()}
-    newest = next(found for found in list_checkpoints(ours) if not found.problem)
+    newest = next(found for found in list_checkpoints(Directory(ours)) if not found.problem)
     assert newest.manifest is not None
     loads_s = []
     for _ in range(num_rounds + 1):
         dist.barrier()
         began = time.monotonic()
-        load(Choice(newest.path, newest.manifest), rank)
+        load(newest, rank)
         dist.barrier()
         loads_s.append(time.monotonic() - began)
     load_s = statistics.median(loads_s[1:])

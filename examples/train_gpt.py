@@ -33,7 +33,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--ddp", action="store_true", help="DDP instead of FSDP2")
     parser.add_argument("--batch-norm", action="store_true", help="a BatchNorm, whose statistics differ by rank")
     parser.add_argument("--pace", type=float, default=0.0, metavar="S", help="rest this long after each step")
-    parser.add_argument("--checkpoint", type=Path, help="folder for checkpoints on disk")
+    parser.add_argument("--checkpoint", help="folder or URL for checkpoints")
+    parser.add_argument("--checkpoint-stage", type=Path, help="local folder for files on their way to a URL")
     parser.add_argument("--checkpoint-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--kill", action="append", default=[], metavar="STEP:RANK:PHASE[:node]")
     for name in ("num_layers", "width", "context"):
@@ -84,7 +85,13 @@ def main() -> None:
         seed(1000 * args.seed + rank)
 
     state = p2pstate.Replicator(
-        net, optimizer, scheduler, data=loader, checkpoint=args.checkpoint, checkpoint_every=args.checkpoint_every
+        net,
+        optimizer,
+        scheduler,
+        data=loader,
+        checkpoint=args.checkpoint,
+        checkpoint_every=args.checkpoint_every,
+        checkpoint_stage=args.checkpoint_stage,
     )
     record = Recorder(args.out, rank)
     kill = KillPoints(args.kill, args.out, rank, model.blocks[len(model.blocks) // 2], optimizer)

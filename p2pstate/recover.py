@@ -197,6 +197,7 @@ def _from_disk(
     reason = f"{in_memory}; {resolved.choice.path} is the newest good checkpoint"
     reason = "; ".join([reason, *(f"skipped {each}" for each in resolved.skipped)])
     lost = max(0, seen_step - version.step)
+    assert resolved.choice.manifest is not None
     return Joined(version, version, lost, "disk", resolved.choice.manifest.num_bytes, reason, ended_at)
 
 

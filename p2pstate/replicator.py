@@ -6,6 +6,7 @@ In: live training objects. Out: a loop whose steps survive the loss of processes
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from p2pstate.block import StepBlock
 from p2pstate.description import Description, describe, leaf_groups
+from p2pstate.durable.remote import is_url
 from p2pstate.errors import ConfigError
 from p2pstate.feed import LoopPosition
 from p2pstate.footprint import memory_need
@@ -69,13 +71,16 @@ class Replicator:
             next one, ``"ignore"`` does not look. Looking is one pass over the gradients. (An optimizer that steps in
             backward is not looked at.)
         recovery_timeout_s: how long a rank waits for the others in each phase of a recovery.
-        checkpoint: a directory on storage that all nodes share. Protected versions are written there in PyTorch's
-            distributed checkpoint format, by a process of their own, and a run that is started again (or has lost every
-            copy of something) resumes from the newest good one. None: memory only.
+        checkpoint: a directory on storage that all nodes share, or a URL that fsspec knows (``"s3://bucket/run"``).
+            Protected versions are written there in PyTorch's distributed checkpoint format, by a process of their own,
+            and a run that is started again (or has lost every copy of something) resumes from the newest good one.
+            None: memory only.
         checkpoint_every: how often, in steps (an int) or as a time (a timedelta; 15 minutes by default). The end of
             training is always written.
         checkpoint_keep: how many complete checkpoints stay; the last good one is never deleted before the next is.
         checkpoint_timeout_s: how long the end of the loop waits for the last one.
+        checkpoint_stage: a folder of each node's own in which files are made on their way to a URL; one save of the
+            node's shards has to fit (a folder below the system's temporary one by default).
 
     Raises:
         ConfigError: the process was not started by p2pstate, its process groups are not p2pstate's, other ranks were
@@ -100,6 +105,7 @@ class Replicator:
         checkpoint_every: int | timedelta = timedelta(minutes=15),
         checkpoint_keep: int = 2,
         checkpoint_timeout_s: float = 600.0,
+        checkpoint_stage: str | os.PathLike[str] | None = None,
     ) -> None:
         context = current()
         if context.rerunning:
@@ -112,7 +118,9 @@ class Replicator:
                 "checkpoint= needs p2prun, which has a process for it on every node: start the script with p2prun, or "
                 "save under torchrun with torch.distributed.checkpoint as before"
             )
-        policy = None if checkpoint is None else _policy(checkpoint, checkpoint_every, checkpoint_keep)
+        policy = None
+        if checkpoint is not None:
+            policy = _policy(checkpoint, checkpoint_every, checkpoint_keep, checkpoint_stage)
         settings = Settings(
             every=every,
             max_overhead=max_overhead,
@@ -159,7 +167,7 @@ class Replicator:
             on_nan=on_nan,
             vote_timeout_s=group.timeout.total_seconds(),
             save_timeout_s=checkpoint_timeout_s,
-            disk=Disk(policy.path, context.link, context.rank, recovery_timeout_s) if policy is not None else None,
+            disk=Disk(policy, context.link, context.rank, recovery_timeout_s) if policy is not None else None,
         )
         for component in components:
             if isinstance(component, torch.amp.GradScaler):
@@ -291,10 +299,24 @@ def _default_group() -> P2PGroup:
     return group
 
 
-def _policy(path: str | os.PathLike[str], every: int | timedelta, keep: int) -> CheckpointPolicy:
-    if isinstance(every, timedelta):
-        return CheckpointPolicy(os.path.abspath(path), None, every.total_seconds(), keep)
-    return CheckpointPolicy(os.path.abspath(path), every, None, keep)
+def _policy(
+    where: str | os.PathLike[str],
+    every: int | timedelta,
+    keep: int,
+    stage: str | os.PathLike[str] | None,
+) -> CheckpointPolicy:
+    place = os.fspath(where)
+    if not isinstance(where, str) and re.match(r"\w[\w+.-]*:/", place):
+        raise ValueError(
+            f"checkpoint={where!r}: give a URL as a string; a path has one slash less, and is another place"
+        )
+    return CheckpointPolicy(
+        path=place if is_url(place) else os.path.abspath(place.removeprefix("file://")),
+        every_steps=None if isinstance(every, timedelta) else every,
+        every_s=every.total_seconds() if isinstance(every, timedelta) else None,
+        keep=keep,
+        stage="" if stage is None else os.path.abspath(stage),
+    )
 
 
 def _check_stateful(component: Any, what: str) -> None:

@@ -8,12 +8,14 @@ checkpoint directory should spend.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import Store
 
+from p2pstate.durable.remote import open_storage
+from p2pstate.errors import ConfigError
 from p2pstate.groups.status import STATUS
+from p2pstate.settings import CheckpointPolicy
 from p2pstate.state import TrainingState
 from p2pstate.types import RoundInfo, Version
 from p2pstate.worker.link import Link
@@ -27,10 +29,16 @@ BEFORE_ALL_ROUNDS = 0  # the epoch of a version that was read from disk: all tha
 
 
 class Disk:
-    """The checkpoints of a run, as one rank sees them. ``timeout_s``: how long ranks wait for each other's checks."""
+    """The checkpoints of a run, as one rank sees them. ``timeout_s``: how long ranks wait for each other's checks.
 
-    def __init__(self, root: str, link: Link, rank: int, timeout_s: float) -> None:
-        self._root = Path(root)
+    Raises ConfigError when what ``policy`` names is no storage.
+    """
+
+    def __init__(self, policy: CheckpointPolicy, link: Link, rank: int, timeout_s: float) -> None:
+        try:
+            self._storage = open_storage(policy.path, policy.stage)
+        except (ImportError, ValueError, OSError) as error:
+            raise ConfigError(f"checkpoint={policy.path!r} cannot be opened: {error}") from error
         self._link = link
         self._rank = rank
         self._timeout_s = timeout_s
@@ -45,7 +53,7 @@ class Disk:
             return known
         began = time.monotonic()
         with STATUS.trace.expect("checking checkpoints", self._timeout_s):
-            found = resolve(store, self._root, self._rank, info.world_size, self._timeout_s)
+            found = resolve(store, self._storage, self._rank, info.world_size, self._timeout_s)
         self._resolved = {info.epoch: found}
         if self._rank == 0:
             choice = found.choice
@@ -53,7 +61,7 @@ class Disk:
                 "event",
                 kind="resolved",
                 source="disk" if choice is not None else "nothing",
-                path=str(choice.path if choice is not None else self._root),
+                path=choice.path if choice is not None else self._storage.where,
                 step=choice.step if choice is not None else None,
                 skipped=list(found.skipped),
                 reason=why,
@@ -67,6 +75,7 @@ class Disk:
 
         choice = resolved.choice
         assert choice is not None
+        assert choice.manifest is not None
         with STATUS.trace.expect("reading a checkpoint", self._timeout_s):
             if choice.manifest.world_size == num_ranks:
                 state.restore(*load(choice, self._rank))

@@ -41,7 +41,7 @@ class Saving:
         self._step = 0  # of the newest save that was begun
         self._began = time.monotonic()
         link.on_saved, link.on_save_now = self._ended, self._ask
-        link.send("checkpoint", path=policy.path, keep=policy.keep)
+        link.send("checkpoint", path=policy.path, stage=policy.stage, keep=policy.keep)
 
     def vote(self, step: int) -> int:
         """For the ballot on ``step``."""

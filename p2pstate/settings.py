@@ -17,7 +17,8 @@ __all__ = ["Asked", "CheckpointPolicy", "Settings"]
 
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
-    """``every_steps`` or ``every_s``: how often a version is written below ``path``; ``keep`` complete ones stay.
+    """``every_steps`` or ``every_s``: how often a version is written below ``path``, a directory or a URL; ``keep``
+    complete ones stay. ``stage``: see durable/remote.py.
 
     Raises ValueError for a value that has no meaning.
     """
@@ -26,6 +27,7 @@ class CheckpointPolicy:
     every_steps: int | None
     every_s: float | None
     keep: int
+    stage: str = ""
 
     def __post_init__(self) -> None:
         if self.keep < 1:

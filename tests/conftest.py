@@ -16,6 +16,7 @@ import pytest
 
 READY_WITHIN_S = 120.0
 RUNS = Path(__file__).parent / "proc"
+FILESYSTEMS = str(Path(__file__).parent / "filesystems")  # fsspec finds them in every process of a run
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -31,7 +32,8 @@ def fork_server() -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="p2p-") as folder:
         path = str(Path(folder) / "forkserver")
         command = [sys.executable, "-m", "p2pstate.agent.template", "--listen", path]
-        environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+        path_of_modules = os.pathsep.join([FILESYSTEMS, os.environ.get("PYTHONPATH", "")])
+        environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path_of_modules}
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as server:
             assert server.stdin is not None
             assert server.stdout is not None

@@ -99,7 +99,7 @@ class Agent:
             **self._ranks.handlers,
             "rehearsed": self._rehearsals.on_rehearsed,
             "copies": lambda worker, copies, lean: self._weaknesses.on_copies(copies, lean),
-            "checkpoint": lambda worker, path, keep: self._saves.configure(path, keep),
+            "checkpoint": lambda worker, **target: self._saves.configure(**target),
             "save": lambda worker, version, final: self._saves.ready(worker, version, final, self._ranks.mine),
             "paused": self._pausing.over,
             "event": self._on_event,

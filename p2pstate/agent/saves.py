@@ -32,9 +32,10 @@ KIND = "save"
 
 @dataclass(frozen=True, slots=True)
 class _Target:
-    """Where checkpoints go: an absolute path."""
+    """Where checkpoints go: an absolute path, or a URL; ``stage``: see durable/remote.py."""
 
     path: str
+    stage: str
     keep: int
 
 
@@ -86,9 +87,9 @@ class Saves:
             self._fail(f"the round ended: {info.reason}")
         self._info = info
 
-    def configure(self, path: str, keep: int) -> None:
+    def configure(self, path: str, stage: str, keep: int) -> None:
         """A worker says where checkpoints go."""
-        self._target = _Target(path, keep)
+        self._target = _Target(path, stage, keep)
         self._start_writer()
 
     def ready(self, worker: WorkerProcess, version: list[int], final: bool, ranks: Iterable[int]) -> None:
@@ -339,7 +340,7 @@ class Saves:
             self._do(session.failed(message["error"]) if message["error"] else then(message))
 
         self._order = _Order(self._serial, reply)
-        message = {"t": kind, "serial": self._serial, "root": self._target.path, **fields}
+        message = {"t": kind, "serial": self._serial, "where": [self._target.path, self._target.stage], **fields}
         self._supervisor.tell_helper(self._writer, message)
 
     def _start_writer(self) -> bool:

@@ -1,6 +1,6 @@
-"""Which checkpoints are in a directory, which of them can be used, and which may be deleted.
+"""Which checkpoints are on storage, which of them can be used, and which may be deleted.
 
-In: a directory with one subdirectory per save, ``<serial>-step<step>``. Out: what each of them is, the newest first;
+In: storage with one folder per save, ``<serial>-step<step>``. Out: what each of them is, the newest first;
 the reason why one cannot be used; names to delete. Listing reads manifests only, verifying reads every byte.
 
 Invariants: a save without ``.metadata`` is no checkpoint, whatever else it has; nothing is decided from the times of
@@ -10,13 +10,13 @@ files; the newest complete checkpoint is never deleted.
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import BinaryIO
 
-from p2pstate.durable.files import digest_of_file
+from p2pstate.durable.files import digest_of
 from p2pstate.durable.manifest import MANIFEST, METADATA, Damaged, Manifest
+from p2pstate.durable.storage import Storage
 
 __all__ = ["Found", "damaged_files", "delete", "find", "list_checkpoints", "next_name", "to_delete"]
 
@@ -28,7 +28,8 @@ class Found:
     """``problem``: why it cannot be used; empty for a complete one, whose bytes may still turn out to be damaged.
     ``interrupted``: the save did not come to its end (or has not yet), nothing else is known to be wrong."""
 
-    path: Path
+    storage: Storage
+    name: str
     serial: int
     step: int
     problem: str = ""
@@ -36,42 +37,46 @@ class Found:
     manifest: Manifest | None = None
 
     @property
-    def name(self) -> str:
-        return self.path.name
+    def path(self) -> str:
+        """For people."""
+        return f"{self.storage.where}/{self.name}"
+
+    def open(self, name: str) -> BinaryIO:
+        """A file of a complete checkpoint, from the copy that is read fastest."""
+        assert self.manifest is not None
+        return self.storage.open_nearest(self.name, name, self.manifest.files[name])
 
 
-def list_checkpoints(root: Path) -> list[Found]:
-    """The newest first; empty when ``root`` does not exist. Raises OSError when it cannot be read."""
-    try:
-        entries = [(entry, match) for entry in root.iterdir() if (match := _NAME.fullmatch(entry.name))]
-    except FileNotFoundError:
-        return []
-    found = [find(entry, int(match[1]), int(match[2])) for entry, match in entries if entry.is_dir()]
+def list_checkpoints(storage: Storage) -> list[Found]:
+    """The newest first; empty when nothing was ever saved. Raises OSError when that cannot be read."""
+    found = [find(storage, name) for name in storage.saves() if _NAME.fullmatch(name)]
     return sorted(found, key=lambda each: each.serial, reverse=True)
 
 
-def find(path: Path, serial: int = 0, step: int = 0) -> Found:
+def find(storage: Storage, name: str) -> Found:
     """Look at one save: are all of its files there, with the right sizes?"""
+    match = _NAME.fullmatch(name)
+    serial, step = (int(match[1]), int(match[2])) if match else (0, 0)
+    sizes = storage.sizes(name)
+    if MANIFEST not in sizes:
+        if METADATA in sizes:
+            return Found(storage, name, serial, step, f"{MANIFEST} is missing")
+        return Found(storage, name, serial, step, "interrupted before it was complete", interrupted=True)
     try:
-        content = (path / MANIFEST).read_bytes()
-    except FileNotFoundError:
-        if (path / METADATA).exists():
-            return Found(path, serial, step, f"{MANIFEST} is missing")
-        return Found(path, serial, step, "interrupted before it was complete", interrupted=True)
-    try:
-        manifest = Manifest.unpack(content)
+        with storage.open(name, MANIFEST) as file:
+            manifest = Manifest.unpack(file.read())
     except (Damaged, ValueError, KeyError, TypeError) as error:
-        return Found(path, serial, step, f"{MANIFEST} is damaged: {error}")
-    if not (path / METADATA).exists():
-        return Found(path, serial, step, f"interrupted: {METADATA} was not published", interrupted=True)
-    for name, (size, _) in sorted(manifest.files.items()):
-        try:
-            actual = (path / name).stat().st_size
-        except FileNotFoundError:
-            return Found(path, serial, step, f"{name} is missing", manifest=manifest)
-        if actual != size:
-            return Found(path, serial, step, f"{name} has {actual} bytes instead of {size}", manifest=manifest)
-    return Found(path, serial, manifest.version.step, manifest=manifest)
+        return Found(storage, name, serial, step, f"{MANIFEST} is damaged: {error}")
+    if METADATA not in sizes:
+        problem = f"interrupted: {METADATA} was not published"
+        return Found(storage, name, serial, step, problem, interrupted=True)
+    for file_name, (size, _) in sorted(manifest.files.items()):
+        if file_name not in sizes:
+            return Found(storage, name, serial, step, f"{file_name} is missing", manifest=manifest)
+        if sizes[file_name] != size:
+            problem = f"{file_name} has {sizes[file_name]} bytes instead of {size}"
+            return Found(storage, name, serial, step, problem, manifest=manifest)
+    return Found(storage, name, serial, manifest.version.step, manifest=manifest)
 
 
 def damaged_files(
@@ -83,9 +88,10 @@ def damaged_files(
     for name in sorted(found.manifest.files if names is None else names):
         size, digest = found.manifest.files[name]
         try:
-            actual = digest_of_file(found.path / name)
+            with found.storage.open(found.name, name) as file:
+                actual = digest_of(file)
         except OSError as error:
-            wrong.append(f"{name} cannot be read: {error.strerror}")
+            wrong.append(f"{name} cannot be read: {error.strerror or error}")
             continue
         if actual != (size, digest):
             wrong.append(f"{name} is damaged: its digest is not that of what was written")
@@ -120,5 +126,4 @@ def to_delete(existing: Sequence[Found], keep: int) -> list[Found]:
 
 def delete(found: Found) -> None:
     """Remove a save, its marker first: what is left of it after a crash is no checkpoint. Raises OSError."""
-    (found.path / METADATA).unlink(missing_ok=True)
-    shutil.rmtree(found.path)
+    found.storage.delete(found.name, METADATA)

@@ -26,14 +26,14 @@ MAX_VALUE_CHARACTERS = 120
 def add_commands(commands: Any) -> None:
     """Adds ``checkpoints`` and ``export`` to the subparsers of ``p2pstate``."""
     parser = commands.add_parser("checkpoints", help="list, verify, show or delete the checkpoints of a run")
-    parser.add_argument("path", type=Path, metavar="DIR", help="what Replicator(checkpoint=...) was given")
+    parser.add_argument("path", metavar="PLACE", help="what Replicator(checkpoint=...) was given")
     parser.add_argument("action", nargs="?", choices=("list", "verify", "show", "delete"), default="list")
     parser.add_argument(
         "names", nargs="*", metavar="NAME", help="of checkpoints; without: verify all, show the newest complete one"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per checkpoint and line (list, verify)")
     export = commands.add_parser("export", help="write the weights of a checkpoint as safetensors")
-    export.add_argument("path", type=Path, metavar="DIR", help="what Replicator(checkpoint=...) was given")
+    export.add_argument("path", metavar="PLACE", help="what Replicator(checkpoint=...) was given")
     export.add_argument("output", type=Path, metavar="FILE.safetensors")
     export.add_argument("--name", help="of the checkpoint; the newest complete one otherwise")
 
@@ -41,6 +41,8 @@ def add_commands(commands: Any) -> None:
 def run_checkpoints(options: argparse.Namespace) -> int:
     """Exit code."""
     from p2pstate.durable.catalog import list_checkpoints
+    from p2pstate.durable.remote import open_storage
+    from p2pstate.durable.storage import Directory
 
     actions: dict[str, Callable[[argparse.Namespace, list[Found]], int]] = {
         "list": _list,
@@ -49,15 +51,16 @@ def run_checkpoints(options: argparse.Namespace) -> int:
         "delete": _delete,
     }
     try:
-        if not options.path.is_dir():
+        storage = open_storage(options.path)
+        if isinstance(storage, Directory) and not storage.root.is_dir():
             raise ValueError(f"there is no directory {options.path}")
-        found = list_checkpoints(options.path)
+        found = list_checkpoints(storage)
         unknown = sorted(set(options.names) - {each.name for each in found})
         if unknown:
             there = ", ".join(each.name for each in found) or "nothing"
             raise ValueError(f"no checkpoint called {unknown[0]} in {options.path} (there is: {there})")
         return actions[options.action](options, found)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"p2pstate checkpoints: {error}", file=sys.stderr)
         return 1
 
@@ -65,10 +68,11 @@ def run_checkpoints(options: argparse.Namespace) -> int:
 def run_export(options: argparse.Namespace) -> int:
     """Exit code."""
     from p2pstate.durable.catalog import damaged_files, list_checkpoints
-    from p2pstate.durable.export import MissingExtra, export_weights
+    from p2pstate.durable.export import export_weights
+    from p2pstate.durable.remote import open_storage
 
     try:
-        complete = [each for each in list_checkpoints(options.path) if not each.problem]
+        complete = [each for each in list_checkpoints(open_storage(options.path)) if not each.problem]
         chosen = [each for each in complete if options.name in (None, each.name)]
         if not chosen:
             raise ValueError(f"no complete checkpoint {options.name or ''} in {options.path}".replace("  ", " "))
@@ -76,7 +80,7 @@ def run_export(options: argparse.Namespace) -> int:
         if damaged:
             raise ValueError(f"{chosen[0].name}: {'; '.join(damaged)}")
         num_tensors, num_bytes = export_weights(chosen[0], options.output)
-    except (ValueError, OSError, MissingExtra) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"p2pstate export: {error}", file=sys.stderr)
         return 1
     print(f"{options.output}: {num_tensors} tensors, {_mib(num_bytes)}, step {chosen[0].step} of {chosen[0].path}")
@@ -125,7 +129,7 @@ def _show(options: argparse.Namespace, found: list[Found]) -> int:
         assert each.manifest is not None
         m = each.manifest
         print(f"{each.path}: step {m.version.step} of run {m.run[0]}, {m.world_size} ranks, {_mib(m.num_bytes)}")
-        reader = Reader(each.path)
+        reader = Reader(each)
         for key, (dtype, size) in sorted(reader.tensors().items()):
             print(f"  {key}  {str(dtype).removeprefix('torch.')} {list(size)}")
         for rank in range(m.world_size):
@@ -156,7 +160,7 @@ def _delete(options: argparse.Namespace, found: list[Found]) -> int:
     if complete and complete <= set(options.names):
         raise ValueError(
             f"{', '.join(sorted(complete))} would be deleted, and no complete checkpoint would be left: remove the "
-            f"directory {options.path} yourself if that is meant"
+            f"whole of {options.path} yourself if that is meant"
         )
     for each in _chosen(options.names, found):
         delete(each)
@@ -172,7 +176,7 @@ def _plain(found: Found) -> dict[str, Any]:
     m = found.manifest
     return {
         "name": found.name,
-        "path": str(found.path),
+        "path": found.path,
         "step": found.step,
         "complete": not found.problem,
         "problem": found.problem,

@@ -1,22 +1,25 @@
 """Tensors, or parts of them, out of a checkpoint in PyTorch's distributed checkpoint format, by DCP's own reader.
 
-In: a directory that was verified (see catalog.py), the parts that are wanted. Out: tensors in new memory. Parts may be
+In: a checkpoint that was verified (see catalog.py), the parts that are wanted. Out: tensors in new memory. Parts may be
 cut in any way, whatever the parts were that had been written. Nothing collective happens here.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from p2pstate.durable.catalog import Found
 
 __all__ = ["Reader", "Wanted"]
 
@@ -33,8 +36,9 @@ class Wanted:
 class Reader:
     """One checkpoint. Raises OSError when it cannot be read."""
 
-    def __init__(self, directory: Path) -> None:
-        self._reader = FileSystemReader(directory)
+    def __init__(self, found: Found) -> None:
+        self._reader = FileSystemReader(found.name)
+        self._reader.fs = _Files(found)
         self._metadata: Metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
 
@@ -64,6 +68,8 @@ class Reader:
                 raise ValueError(f"{want.key} from {list(want.offsets)} on, {list(want.shape)}: not all of it is there")
             planner.targets[MetadataIndex(want.key, want.offsets)] = target
             items += parts
+        stored = self._metadata.storage_data
+        items.sort(key=lambda item: stored[item.storage_index].offset)  # each file from its begin to its end
         self._reader.read_data(LoadPlan(items), planner).wait()
         return found
 
@@ -72,6 +78,19 @@ class Reader:
         if not isinstance(entry, TensorStorageMetadata):
             raise KeyError(f"{key} is not a tensor")
         return entry
+
+
+class _Files(FileSystem):
+    """The files of one checkpoint, wherever they are, as DCP's reader opens them."""
+
+    def __init__(self, found: Found) -> None:
+        super().__init__()
+        self._found = found
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with self._found.open(os.path.basename(path)) as file:
+            yield file
 
 
 class _Planner(LoadPlanner):

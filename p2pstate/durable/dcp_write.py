@@ -1,6 +1,6 @@
 """Slots -> files of PyTorch's distributed checkpoint format (DCP), by DCP's own writer.
 
-In: the slots that one node writes of a version. Out: ``.distcp`` files, synced, and the table that says what is in
+In: the slots that one node writes of a version. Out: ``.distcp`` files, on storage, and the table that says what is in
 them; from the tables of all nodes the checkpoint's manifest and, last of all, its ``.metadata``.
 
 Invariants: a slot's bytes match their digest before they are written, and the slot still holds the same version and the
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import xxhash
 from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -33,10 +34,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from p2pstate.capture import open_image
 from p2pstate.durable.division import Share
-from p2pstate.durable.files import digest_of_file, publish, sync_directory
+from p2pstate.durable.files import digest_of_file, publish
 from p2pstate.durable.keys import Path as KeyPath
 from p2pstate.durable.keys import group_path, key_of, path_of, rank_path, values_path, without_rank
 from p2pstate.durable.manifest import MANIFEST, METADATA, Item, Manifest, PartTable, Row, part_table_name
+from p2pstate.durable.storage import Storage
 from p2pstate.redundancy import divide
 from p2pstate.slots import Slot
 from p2pstate.state.codec import TensorRef, decode, torch_dtype
@@ -103,7 +105,13 @@ class _Planner(SavePlanner):
 
 
 def write_shares(
-    directory: Path, place: int, node: str, version: Version, num_ranks: int, shares: Sequence[tuple[Share, Slot]]
+    storage: Storage,
+    save: str,
+    place: int,
+    node: str,
+    version: Version,
+    num_ranks: int,
+    shares: Sequence[tuple[Share, Slot]],
 ) -> tuple[str, int]:
     """Write one node's shares of ``version`` of all ``num_ranks``; returns (digest of its table's file, bytes written).
 
@@ -111,9 +119,10 @@ def write_shares(
     """
     found = _found(version, num_ranks, shares)
     pieces = found.pieces
+    folder = storage.workspace(save)
     items: list[Item] = []
     if pieces:
-        writer = FileSystemWriter(directory, thread_count=max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
+        writer = FileSystemWriter(folder, thread_count=max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
         writer.set_up_storage_writer(is_coordinator=False)
         planner = _Planner(pieces)
         plan = writer.prepare_global_plan([SavePlan([])] * place + [planner.plan])[place]
@@ -121,17 +130,17 @@ def write_shares(
         for result in writer.write_data(plan, planner).wait():
             items.append(_item(by_index[result.index], result.storage_data))
         if len(items) != len(pieces):
-            raise SaveFailed(f"only {len(items)} of {len(pieces)} items were written to {directory}")
+            raise SaveFailed(f"only {len(items)} of {len(pieces)} items were written to {folder}")
     for _, slot in shares:
         _check(slot, version, "was written over while it was being saved")
-    files = {name: digest_of_file(directory / name) for name in sorted({item.file for item in items})}
+    files = {name: storage.store(save, folder / name, name) for name in sorted({item.file for item in items})}
     for name, (size, _) in files.items():
         expected = max(item.position + item.num_bytes for item in items if item.file == name)
         if size != expected:
-            raise SaveFailed(f"{directory / name} has {size} bytes on storage, {expected} were written")
-    table = directory / part_table_name(place)
-    publish(table, PartTable(node, files, tuple(items), found.own, found.shared, found.tied).pack())
-    return digest_of_file(table)[1], sum(size for size, _ in files.values())
+            raise SaveFailed(f"{storage.where}/{save}/{name} has {size} bytes on storage, {expected} were written")
+    table = part_table_name(place)
+    publish(folder / table, PartTable(node, files, tuple(items), found.own, found.shared, found.tied).pack())
+    return storage.store(save, folder / table, table)[1], sum(size for size, _ in files.values())
 
 
 @dataclass(slots=True)
@@ -245,7 +254,8 @@ def _item(piece: _Piece, stored: Any) -> Item:
 
 
 def publish_checkpoint(
-    directory: Path,
+    storage: Storage,
+    save: str,
     digests: Mapping[int, str],
     run: tuple[str, str],
     version: Version,
@@ -257,12 +267,13 @@ def publish_checkpoint(
 
     Raises SaveFailed when something that was written is not there, OSError when storage fails.
     """
-    tables = [_table(directory, place, digest) for place, digest in sorted(digests.items())]
+    tables = [_table(storage, save, place, digest) for place, digest in sorted(digests.items())]
     files = {name: what for table in tables for name, what in table.files.items()}
+    found = storage.sizes(save)
     for name, (size, _) in files.items():
-        found = (directory / name).stat().st_size
-        if found != size:
-            raise SaveFailed(f"{directory / name} has {found} bytes, {size} were written")
+        if found.get(name) != size:
+            problem = f"has {found[name]} bytes" if name in found else "is not there"
+            raise SaveFailed(f"{storage.where}/{save}/{name} {problem}, {size} bytes were written")
     own = {rank: rows for table in tables for rank, rows in table.own.items()}
     if sorted(own) != list(range(world_size)):
         raise SaveFailed(f"{len(own)} of {world_size} ranks' shards were written")
@@ -273,46 +284,50 @@ def publish_checkpoint(
     tied = {further: name for table in tables for further, name in table.tied.items()}
     metadata, results = _metadata([item for table in tables for item in table.items], tied)
     _check_covered(metadata)
-    staging = directory / _STAGING
+    folder = storage.workspace(save)
+    staging = folder / _STAGING
     staging.mkdir(exist_ok=True)
-    _MetadataWriter(staging, directory).finish(metadata, [results])
+    _MetadataWriter(staging, f"{storage.where}/{save}").finish(metadata, [results])
     files[METADATA] = digest_of_file(staging / METADATA)
     all_shared = {members: tuple(rows.values()) for members, rows in shared.items()}
     manifest = Manifest(run, version, world_size, created_at, files, own, all_shared, reason)
-    publish(directory / MANIFEST, manifest.pack())
-    sync_directory(directory)
-    os.replace(staging / METADATA, directory / METADATA)  # from here on it is a checkpoint
-    sync_directory(directory)
-    sync_directory(directory.parent)
+    publish(folder / MANIFEST, manifest.pack())
+    _store_as_is(storage, save, folder / MANIFEST, MANIFEST, digest_of_file(folder / MANIFEST))
+    _store_as_is(storage, save, staging / METADATA, METADATA, files[METADATA])  # from here on it is a checkpoint
     shutil.rmtree(staging, ignore_errors=True)
     for place in digests:
-        (directory / part_table_name(place)).unlink(missing_ok=True)
+        storage.discard(save, part_table_name(place))
     return manifest
+
+
+def _store_as_is(storage: Storage, save: str, source: Path, name: str, expected: tuple[int, str]) -> None:
+    if storage.store(save, source, name) != expected:
+        raise SaveFailed(f"{storage.where}/{save}/{name} reads differently from what was written")
 
 
 class _MetadataWriter(FileSystemWriter):
     """Writes ``.metadata`` to a place from which it is published in one step."""
 
-    def __init__(self, staging: Path, directory: Path) -> None:
+    def __init__(self, staging: Path, checkpoint_id: str) -> None:
         super().__init__(staging)
-        self._directory = directory
+        self._checkpoint_id = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=str(self._directory), save_id=self.save_id)
+        return StorageMeta(checkpoint_id=self._checkpoint_id, save_id=self.save_id)
 
 
-def _table(directory: Path, place: int, digest: str) -> PartTable:
-    path = directory / part_table_name(place)
+def _table(storage: Storage, save: str, place: int, digest: str) -> PartTable:
+    name = part_table_name(place)
     try:
-        content = path.read_bytes()
-        found = digest_of_file(path)[1]
+        with storage.open(save, name) as file:
+            content = file.read()
     except FileNotFoundError as error:
         raise SaveFailed(
-            f"{path} is not visible on the node that completes the checkpoint: the checkpoint path has to be on "
-            "storage that all nodes share"
+            f"{storage.where}/{save}/{name} is not visible on the node that completes the checkpoint: the checkpoint "
+            "path has to be on storage that all nodes share"
         ) from error
-    if found != digest:
-        raise SaveFailed(f"{path} reads differently from what was written")
+    if xxhash.xxh3_128_hexdigest(content) != digest:
+        raise SaveFailed(f"{storage.where}/{save}/{name} reads differently from what was written")
     return PartTable.unpack(content)
 
 

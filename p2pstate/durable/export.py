@@ -1,6 +1,6 @@
 """The weights of a checkpoint as a safetensors file, for whoever trains no further.
 
-In: a checkpoint's directory. Out: one file with every parameter and buffer of the models under its name in the model,
+In: a checkpoint. Out: one file with every parameter and buffer of the models under its name in the model,
 whole, and the step in the file's own metadata. Known limit: all weights are in memory at once.
 """
 
@@ -14,11 +14,7 @@ from p2pstate.durable.dcp_read import Reader
 from p2pstate.durable.keys import key_of, path_of
 from p2pstate.durable.manifest import Manifest
 
-__all__ = ["MissingExtra", "export_weights", "weight_names"]
-
-
-class MissingExtra(ImportError):
-    """A package is not installed that only this needs."""
+__all__ = ["export_weights", "weight_names"]
 
 
 def weight_names(manifest: Manifest) -> dict[str, str]:
@@ -30,13 +26,13 @@ def weight_names(manifest: Manifest) -> dict[str, str]:
 
 
 def export_weights(found: Found, target: Path) -> tuple[int, int]:
-    """Write ``target``; returns (number of tensors, bytes). Raises MissingExtra, OSError, ValueError."""
+    """Write ``target``; returns (number of tensors, bytes). Raises ImportError, OSError, ValueError."""
     try:
         from safetensors.torch import save_file
     except ImportError as error:
-        raise MissingExtra("export needs the package safetensors: pip install 'p2pstate[export]'") from error
+        raise ImportError("export needs the package safetensors: pip install 'p2pstate[export]'") from error
     assert found.manifest is not None
-    reader = Reader(found.path)
+    reader = Reader(found)
     names = weight_names(found.manifest)
     tensors = reader.read({name: reader.whole(key) for name, key in names.items()})
     partial = target.with_name(target.name + ".partial")

@@ -6,12 +6,15 @@ In: bytes, paths. Out: files that were synced before they got their name; digest
 
 from __future__ import annotations
 
+import io
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import BinaryIO, cast
 
 import xxhash
 
-__all__ = ["digest_of_file", "publish", "sync_directory"]
+__all__ = ["digest_of", "digest_of_file", "publish", "sync_directory"]
 
 _BLOCK_BYTES = 4 << 20
 _PARTIAL = ".partial"
@@ -37,13 +40,21 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def digest_of_file(path: Path) -> tuple[int, str]:
-    """(size in bytes, xxh3-128 in hex) of what is read from the file now. Raises OSError."""
+def digest_of(
+    file: BinaryIO | io.RawIOBase, progress: Callable[[int], None] = lambda num_bytes: None
+) -> tuple[int, str]:
+    """(size in bytes, xxh3-128 in hex) of what is read from here on. Raises OSError."""
     state = xxhash.xxh3_128()
     num_bytes = 0
     buffer = memoryview(bytearray(_BLOCK_BYTES))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            state.update(buffer[:count])
-            num_bytes += count
+    while count := cast(io.RawIOBase, file).readinto(buffer):
+        state.update(buffer[:count])
+        num_bytes += count
+        progress(count)
     return num_bytes, state.hexdigest()
+
+
+def digest_of_file(path: Path) -> tuple[int, str]:
+    """Of a whole local file. Raises OSError."""
+    with open(path, "rb", buffering=0) as file:
+        return digest_of(file)

@@ -1,7 +1,7 @@
 """Which checkpoint all ranks resume from, decided by all of them together, and each rank's state out of it.
 
-In: the directory, the round's store, this rank's place. Out: one choice that is the same everywhere (a name and the
-digest of its manifest), or none; tensors and plain values for ``TrainingState.restore``.
+In: where checkpoints are, the round's store, this rank's place. Out: one choice that is the same everywhere (a name and
+the digest of its manifest), or none; tensors and plain values for ``TrainingState.restore``.
 
 Invariants: every byte of the chosen checkpoint was read and matched its digest on some rank before anybody uses it;
 one that did not is named and skipped, by everybody; nobody mixes.
@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import msgpack
@@ -22,63 +21,51 @@ from torch._C._distributed_c10d import Store
 from p2pstate.durable.catalog import Found, damaged_files, find, list_checkpoints
 from p2pstate.durable.dcp_read import Reader, Wanted
 from p2pstate.durable.keys import key_of, values_path
-from p2pstate.durable.manifest import Manifest
 from p2pstate.durable.resize import resize
+from p2pstate.durable.storage import Storage
 from p2pstate.errors import ConfigError
 from p2pstate.state import Leaf
 
-__all__ = ["Choice", "Loaded", "Resolved", "load", "load_resized", "resolve"]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    path: Path
-    manifest: Manifest
-
-    @property
-    def step(self) -> int:
-        return self.manifest.version.step
+__all__ = ["Loaded", "Resolved", "load", "load_resized", "resolve"]
 
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
     """``skipped``: a sentence for every newer save that cannot be used."""
 
-    choice: Choice | None
+    choice: Found | None
     skipped: tuple[str, ...]
 
 
-def resolve(store: Store, root: Path, rank: int, world_size: int, timeout_s: float) -> Resolved:
-    """Called by all ranks of a round alike. Raises ConfigError when the directory cannot be read."""
+def resolve(store: Store, storage: Storage, rank: int, world_size: int, timeout_s: float) -> Resolved:
+    """Called by all ranks of a round alike. Raises ConfigError when what is on storage cannot be read."""
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
-        store.set("disk/candidates", _candidates(root))
+        store.set("disk/candidates", _candidates(storage))
     store.wait(["disk/candidates"], timeout)
     listed = msgpack.unpackb(store.get("disk/candidates"))
     if listed["error"]:
         raise ConfigError(
-            f"the checkpoint directory {root} cannot be read ({listed['error']}): what is in it would be lost sight "
-            "of. Make it readable on every node, or give another one"
+            f"the checkpoints at {storage.where} cannot be read ({listed['error']}): what is there would be lost sight "
+            "of. Make it readable on every node, or give another place"
         )
     skipped: list[str] = list(listed["skipped"])
     for index, (name, digest) in enumerate(listed["complete"]):
-        found = find(root / name)
-        problems = _verify(found, digest, rank, world_size)
+        found, problems = _verify(storage, name, digest, rank, world_size)
         store.set(f"disk/{index}/{rank}", msgpack.packb(problems))
         keys = [f"disk/{index}/{each}" for each in range(world_size)]
         store.wait(keys, timeout)
         everybodys = sorted({problem for key in keys for problem in msgpack.unpackb(store.get(key))})
         if not everybodys:
-            assert found.manifest is not None
-            return Resolved(Choice(found.path, found.manifest), tuple(skipped))
+            return Resolved(found, tuple(skipped))
         skipped.append(f"{name}: {'; '.join(everybodys)}")
     return Resolved(None, tuple(skipped))
 
 
-def _candidates(root: Path) -> Any:
+def _candidates(storage: Storage) -> Any:
     """The complete ones, the newest first, and why the others are none. (The oldest that are broken are not told.)"""
     try:
-        found = list_checkpoints(root)
+        found = list_checkpoints(storage)
     except OSError as error:
         return _packed([], [], str(error))
     complete = [each for each in found if each.manifest is not None and not each.problem]
@@ -91,13 +78,17 @@ def _packed(complete: Sequence[tuple[str, str]], skipped: Sequence[str], error: 
     return msgpack.packb({"complete": complete, "skipped": skipped, "error": error})
 
 
-def _verify(found: Found, digest: str, rank: int, world_size: int) -> list[str]:
-    """This rank's part of the files."""
+def _verify(storage: Storage, name: str, digest: str, rank: int, world_size: int) -> tuple[Found | None, list[str]]:
+    """This rank's part of the files. Storage may fail for one rank only: nobody waits for it in vain."""
+    try:
+        found = find(storage, name)
+    except OSError as error:
+        return None, [f"it cannot be read: {error}"]
     if found.problem or found.manifest is None:
-        return [found.problem]
+        return found, [found.problem]
     if found.manifest.digest != digest:
-        return ["it reads differently on different nodes"]
-    return damaged_files(found, sorted(found.manifest.files)[rank::world_size])
+        return found, ["it reads differently on different nodes"]
+    return found, damaged_files(found, sorted(found.manifest.files)[rank::world_size])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +100,18 @@ class Loaded:
     said: tuple[str, ...] = ()
 
 
-def load_resized(choice: Choice, rank: int, num_ranks: int, leaves: Sequence[Leaf]) -> Loaded:
+def load_resized(choice: Found, rank: int, num_ranks: int, leaves: Sequence[Leaf]) -> Loaded:
     """The state of ``rank`` of another number of ranks than it was saved by; ``leaves``: the live models'.
 
     Raises ValueError when a tensor is missing that the live objects need.
     """
-    reader = Reader(choice.path)
+    reader = Reader(choice)
 
     def values_of(each: int) -> bytes:
         key = key_of(values_path(each))
         return reader.read({key: reader.whole(key)})[key].numpy().tobytes()
 
+    assert choice.manifest is not None
     sizes = {key: size for key, (_, size) in reader.tensors().items()}
     try:
         before = choice.manifest.world_size
@@ -132,9 +124,10 @@ def load_resized(choice: Choice, rank: int, num_ranks: int, leaves: Sequence[Lea
     return Loaded(reader.read(resized.wanted), resized.values, resized.said)
 
 
-def load(choice: Choice, rank: int) -> tuple[dict[str, torch.Tensor], bytes]:
+def load(choice: Found, rank: int) -> tuple[dict[str, torch.Tensor], bytes]:
     """The state of ``rank``, on as many ranks as it was saved by: (leaves by name, plain values)."""
-    reader = Reader(choice.path)
+    reader = Reader(choice)
+    assert choice.manifest is not None
     rows = choice.manifest.rows_of(rank)
     wanted = {row.leaf: Wanted(row.key, row.offsets, row.shape) for row in rows}
     values = "/values"

@@ -1,8 +1,8 @@
 """The process that touches storage, so that nothing else has to wait for it.
 
 In: over a channel from the node's agent, descriptors of slots and orders: ``begin`` (name a new save), ``write`` (this
-node's shares), ``publish`` (make it a checkpoint). Out: one reply each. Storage that is full, slow, read-only or gone
-costs a reply or this process, never training.
+node's shares), ``publish`` (make it a checkpoint), each with ``where``: what remote.open_storage is given. Out: one
+reply each. Storage that is full, slow, read-only or gone costs a reply or this process, never training.
 
 Fate: it ends with its agent. Orders are done one after the other; an agent that does not want to wait any longer kills
 this process and starts another.
@@ -13,7 +13,6 @@ from __future__ import annotations
 import os
 import socket
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,8 @@ import torch
 from p2pstate.durable.catalog import delete, list_checkpoints, next_name, to_delete
 from p2pstate.durable.dcp_write import SaveFailed, publish_checkpoint, write_shares
 from p2pstate.durable.division import Share
+from p2pstate.durable.remote import open_storage
+from p2pstate.durable.storage import Storage
 from p2pstate.slots import Slot
 from p2pstate.types import Version
 from rendezvous.channel import Channel, ChannelClosed
@@ -50,7 +51,7 @@ def writer_main(sock: socket.socket) -> int:
                 except OSError as error:
                     what = f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
                     reply = {"error": f"storage: {what}"}
-                except (SaveFailed, RuntimeError, ValueError) as error:
+                except (SaveFailed, RuntimeError, ValueError, ImportError) as error:
                     reply = {"error": str(error)}
                 channel.send({"t": f"{kind}_done", "serial": message["serial"], "error": "", **reply})
     except ChannelClosed:
@@ -62,19 +63,25 @@ class _Writer:
 
     def __init__(self) -> None:
         self.slots: dict[int, int] = {}
+        self._opened: tuple[list[str], Storage] | None = None
 
-    def begin(self, *, serial: int, root: str, step: int) -> dict[str, Any]:
-        path = Path(root)
-        path.mkdir(parents=True, exist_ok=True)
-        name = next_name(list_checkpoints(path), step)
-        (path / name).mkdir()
+    def _storage(self, where: list[str]) -> Storage:
+        if self._opened is None or self._opened[0] != where:
+            place, stage = where
+            self._opened = where, open_storage(place, stage)
+        return self._opened[1]
+
+    def begin(self, *, serial: int, where: list[str], step: int) -> dict[str, Any]:
+        storage = self._storage(where)
+        name = next_name(list_checkpoints(storage), step)
+        storage.begin(name)
         return {"name": name}
 
     def write(
         self,
         *,
         serial: int,
-        root: str,
+        where: list[str],
         name: str,
         place: int,
         node: str,
@@ -87,7 +94,8 @@ class _Writer:
             given = [Share.unpack(raw) for raw in shares]
             mapped = {slot: Slot(fd) for slot, fd in self.slots.items()}
             pairs = [(share, mapped[share.slot]) for share in given]
-            digest, num_bytes = write_shares(Path(root) / name, place, node, Version(*version), num_ranks, pairs)
+            storage = self._storage(where)
+            digest, num_bytes = write_shares(storage, name, place, node, Version(*version), num_ranks, pairs)
         finally:
             for fd in self.slots.values():
                 os.close(fd)
@@ -98,7 +106,7 @@ class _Writer:
         self,
         *,
         serial: int,
-        root: str,
+        where: list[str],
         name: str,
         digests: list[Any],
         run: list[str],
@@ -107,15 +115,15 @@ class _Writer:
         reason: str,
         keep: int,
     ) -> dict[str, Any]:
-        path = Path(root)
+        storage = self._storage(where)
         parts = dict(digests)
         run_id, nonce = run
         manifest = publish_checkpoint(
-            path / name, parts, (run_id, nonce), Version(*version), world_size, time.time(), reason
+            storage, name, parts, (run_id, nonce), Version(*version), world_size, time.time(), reason
         )
         deleted, problem = [], ""
         try:
-            for found in to_delete(list_checkpoints(path), keep):
+            for found in to_delete(list_checkpoints(storage), keep):
                 delete(found)
                 deleted.append(found.name)
         except OSError as error:  # the new one is good all the same

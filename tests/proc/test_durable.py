@@ -10,10 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.registry import register_implementation
+from object_store import ObjectStore
 from test_faults import DEADLINE_S, SMALL, TRAIN, Run, launch_two
 
 from outcome import compare
 from p2pstate.durable.catalog import damaged_files, list_checkpoints
+from p2pstate.durable.remote import open_storage
+from p2pstate.durable.storage import Directory
 
 NUM_STEPS = 60
 SHAPE = (2, 1)
@@ -63,9 +67,9 @@ def test_all_nodes_killed_the_same_command_resumes_from_the_newest_good_checkpoi
     wait_saved(first, 12)
     for name in ("node0", "node1"):
         first.cluster.kill_node(name)
-    newest, second_newest = [each for each in list_checkpoints(tmp_path / "ck") if not each.problem][:2]
+    newest, second_newest = [each for each in list_checkpoints(Directory(tmp_path / "ck")) if not each.problem][:2]
     assert second_newest.manifest is not None
-    data = next(newest.path.glob("*.distcp"))
+    data = next(Path(newest.path).glob("*.distcp"))
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
@@ -130,20 +134,36 @@ def test_storage_that_fails_is_reported_everywhere_and_never_stops_training(
     assert len(run.all("recovery")) == num_recoveries, "storage is no reason to stop"
 
 
-def test_signal_to_every_agent_writes_the_newest_version_before_the_end(
+def test_object_storage_that_fails_costs_saves_and_has_the_newest_version_after_a_signal_to_every_agent(
     start: Callable[..., Run], expected: Path, tmp_path: Path
 ) -> None:
-    first = start("--checkpoint-every", "100000")
-    first.wait_step(10)
+    url = f"objects://{tmp_path}/bucket/run"
+    register_implementation("objects", ObjectStore, clobber=True)
+    fault = tmp_path / "bucket" / "FAULT"
+    places = ("--checkpoint", url, "--checkpoint-stage", str(tmp_path / "stage"))
+    first = start(*places, "--pace", "0.1")
+    wait_saved(first, 6)
+    fault.write_text("gone")
+    nodes = set()
+    while nodes != {"node0", "node1"}:
+        event = first.wait_for("report", lambda e: e["event"] == "save_failed")
+        assert f"{url}: Refused" in event["error"]
+        nodes.add(event["node"])
+    fault.write_text("slow 0.1")
+    wait_saved(first, event["step"] + 1)
     for node in first.cluster.running():
         node.process.send_signal(signal.SIGTERM)
     assert set(first.end().values()) <= {128 + signal.SIGTERM, 75}
     drained = first.all("drained")
     assert any(event["error"] == "" and "is on disk" in event["text"] for event in drained), drained
-    (found,) = list_checkpoints(tmp_path / "ck")
-    assert found.step >= 10
-    second = start(*UNPACED)
-    assert second.wait_for("decision", lambda e: e["event"] == "resolved")["step"] == found.step
+    fault.unlink()
+    newest, *_ = [found for found in list_checkpoints(open_storage(url)) if not found.problem]
+    assert newest.step >= max(event["step"] for event in first.all("saved"))
+
+    second = start(*places, *UNPACED)
+    assert len(list((tmp_path / "stage").glob("*/*"))) == 1, "the stage keeps one save"
+    resolved = second.wait_for("decision", lambda e: e["event"] == "resolved")
+    assert (resolved["step"], resolved["path"]) == (newest.step, newest.path)
     assert set(second.end().values()) == {0}
     assert_identical(second, tmp_path / "out", expected)
 
@@ -185,7 +205,7 @@ def test_verdict_writes_the_newest_whole_version_before_the_end(
     _, stderr = nodes[1].communicate(timeout=DEADLINE_S)
     nodes[0].communicate(timeout=DEADLINE_S)
     assert nodes[1].returncode == (75 if cause == "no spare" else 1), stderr
-    (found,) = list_checkpoints(tmp_path / "ck")
+    (found,) = list_checkpoints(Directory(tmp_path / "ck"))
     assert found.problem == ""
     assert damaged_files(found) == []
     assert found.step >= 10

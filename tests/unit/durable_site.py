@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from p2pstate.capture import Capturer
+from p2pstate.durable.catalog import Found, find
 from p2pstate.durable.dcp_write import publish_checkpoint, write_shares
 from p2pstate.durable.division import divide_version
 from p2pstate.durable.manifest import Manifest
+from p2pstate.durable.storage import Directory, Storage
 from p2pstate.slots import Slot, digest_of
 from p2pstate.state import Collected, Leaf
 from p2pstate.state.codec import encode
@@ -68,14 +70,18 @@ class Site:
 
     def write(self, directory: Path, version: Version) -> dict[int, str]:
         """What all nodes do before the checkpoint is published; returns place -> digest."""
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(exist_ok=True)
+        return self.write_to(Directory(directory.parent), directory.name, version)
+
+    def write_to(self, storage: Storage, save: str, version: Version) -> dict[int, str]:
         records = [r for vault in self.vaults for r in vault.records() if r.version == version]
         shares = divide_version(HOME, records)
         assert not isinstance(shares, str), shares
         digests = {}
         for place, node in enumerate(NODES):
             given = [(share, self.slot(place, share.slot)) for share in shares[node]]
-            digests[place], _ = write_shares(directory, place, node, version, len(PLACES), given)
+            digests[place], _ = write_shares(storage, save, place, node, version, len(PLACES), given)
         return digests
 
     def save(self, directory: Path, version: Version) -> Manifest:
@@ -83,7 +89,16 @@ class Site:
 
 
 def publish(directory: Path, digests: dict[int, str], version: Version) -> Manifest:
-    return publish_checkpoint(directory, digests, ("run", "nonce"), version, len(PLACES), 0.0, "test")
+    return publish_to(Directory(directory.parent), directory.name, digests, version)
+
+
+def publish_to(storage: Storage, save: str, digests: dict[int, str], version: Version) -> Manifest:
+    return publish_checkpoint(storage, save, digests, ("run", "nonce"), version, len(PLACES), 0.0, "test")
+
+
+def at(directory: Path) -> Found:
+    """The checkpoint in this directory."""
+    return find(Directory(directory.parent), directory.name)
 
 
 def matrix(step: int) -> torch.Tensor:

@@ -14,6 +14,7 @@ from torch.distributed import HashStore
 from p2pstate.durable.catalog import delete, list_checkpoints, next_name, to_delete
 from p2pstate.durable.manifest import MANIFEST, METADATA, Damaged, Manifest
 from p2pstate.durable.resume import Resolved, resolve
+from p2pstate.durable.storage import Directory, Storage
 from p2pstate.errors import ConfigError
 
 
@@ -26,10 +27,10 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def resolve_on(root: Path, num_ranks: int) -> Resolved:
+def resolve_on(storage: Storage, num_ranks: int) -> Resolved:
     store, found = HashStore(), []
     ranks = [
-        threading.Thread(target=lambda rank=rank: found.append(resolve(store, root, rank, num_ranks, 20.0)))
+        threading.Thread(target=lambda rank=rank: found.append(resolve(store, storage, rank, num_ranks, 20.0)))
         for rank in range(num_ranks)
     ]
     for thread in ranks:
@@ -71,7 +72,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
 def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(damage: str, root: Path) -> None:
     harm, sentence = DAMAGE[damage]
     harm(root / "000003-step30")
-    found = resolve_on(root, 3)
+    found = resolve_on(Directory(root), 3)
     assert found.choice is not None
     assert found.choice.step == 20
     (skipped,) = found.skipped
@@ -82,7 +83,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(damage: str, ro
 def test_two_damaged_checkpoints_leave_the_third(root: Path) -> None:
     flip(root / "000003-step30" / "__0_0.distcp")
     (root / "000002-step20" / METADATA).unlink()
-    found = resolve_on(root, 2)
+    found = resolve_on(Directory(root), 2)
     assert found.choice is not None
     assert found.choice.step == 10
     assert [sentence[:6] for sentence in found.skipped] == ["000002", "000003"]
@@ -91,41 +92,41 @@ def test_two_damaged_checkpoints_leave_the_third(root: Path) -> None:
 def test_nothing_usable_is_said_with_every_reason(root: Path) -> None:
     for path in root.iterdir():
         flip(path / "__0_0.distcp")
-    found = resolve_on(root, 2)
+    found = resolve_on(Directory(root), 2)
     assert found.choice is None
     assert len(found.skipped) == 3
 
 
 def test_directory_that_does_not_exist_has_no_checkpoint(tmp_path: Path) -> None:
-    assert resolve_on(tmp_path / "nowhere", 2) == Resolved(None, ())
+    assert resolve_on(Directory(tmp_path / "nowhere"), 2) == Resolved(None, ())
 
 
 def test_directory_that_cannot_be_read_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("")
     with pytest.raises(ConfigError, match="cannot be read"):
-        resolve(HashStore(), path, 0, 1, 5.0)
+        resolve(HashStore(), Directory(path), 0, 1, 5.0)
 
 
 def test_foreign_entries_are_left_alone(root: Path) -> None:
     (root / "notes.txt").write_text("mine")
     (root / "step40").mkdir()
-    assert [found.step for found in list_checkpoints(root)] == [30, 20, 10]
+    assert [found.step for found in list_checkpoints(Directory(root))] == [30, 20, 10]
 
 
 def test_newest_is_what_was_saved_last_whatever_its_step(root: Path) -> None:
     """A run that went back saves lower steps again: the serial counts."""
-    name = next_name(list_checkpoints(root), 15)
+    name = next_name(list_checkpoints(Directory(root)), 15)
     assert name == "000004-step15"
     site = Site()
     site.save(root / name, site.capture(15))
-    found = resolve_on(root, 1)
+    found = resolve_on(Directory(root), 1)
     assert found.choice is not None
     assert found.choice.step == 15
 
 
 def names(root: Path, keep: int) -> list[str]:
-    return [found.name for found in to_delete(list_checkpoints(root), keep)]
+    return [found.name for found in to_delete(list_checkpoints(Directory(root)), keep)]
 
 
 def test_retention_keeps_the_newest_complete_ones(root: Path) -> None:
@@ -158,7 +159,7 @@ def test_retention_keeps_damaged_ones_while_there_are_too_few_good_ones(root: Pa
 
 
 def test_deleting_begins_with_the_marker(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = list_checkpoints(root)[0]
+    found = list_checkpoints(Directory(root))[0]
 
     def crash(path: Path) -> None:
         raise OSError("killed here")
@@ -167,9 +168,9 @@ def test_deleting_begins_with_the_marker(root: Path, monkeypatch: pytest.MonkeyP
         patch.setattr(shutil, "rmtree", crash)
         with pytest.raises(OSError, match="killed here"):
             delete(found)
-    assert list_checkpoints(root)[0].interrupted
+    assert list_checkpoints(Directory(root))[0].interrupted
     delete(found)
-    assert [each.step for each in list_checkpoints(root)] == [20, 10]
+    assert [each.step for each in list_checkpoints(Directory(root))] == [20, 10]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 15, 16, 40, -1])

@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from durable_site import HOME, Site, bias, matrix, mean, publish, values
+from durable_site import HOME, Site, at, bias, matrix, mean, publish, values
 
-from p2pstate.durable.catalog import damaged_files, find
+from p2pstate.durable.catalog import damaged_files
 from p2pstate.durable.dcp_read import Reader, Wanted
 from p2pstate.durable.dcp_write import SaveFailed, write_shares
 from p2pstate.durable.division import divide_version
 from p2pstate.durable.manifest import METADATA
-from p2pstate.durable.resume import Choice, load
+from p2pstate.durable.resume import load
+from p2pstate.durable.storage import Directory
 from p2pstate.types import Version
 
 
@@ -67,9 +68,9 @@ def test_checkpoint_becomes_one_file_with_the_stock_tool_and_without_p2pstate(tm
 
 def test_every_rank_gets_back_exactly_what_it_had(tmp_path: Path) -> None:
     site = Site()
-    manifest = site.save(tmp_path, site.capture(4))
+    site.save(tmp_path, site.capture(4))
     for rank, (begin, end) in enumerate([(0, 3), (3, 6), (6, 9), (9, 10)]):
-        leaves, plain = load(Choice(tmp_path, manifest), rank)
+        leaves, plain = load(at(tmp_path), rank)
         assert plain == values(rank, 4)
         assert sorted(leaves) == [
             "model/bias",
@@ -86,7 +87,7 @@ def test_every_rank_gets_back_exactly_what_it_had(tmp_path: Path) -> None:
 def test_parts_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
     site = Site()
     site.save(tmp_path, site.capture(1))
-    reader = Reader(tmp_path)
+    reader = Reader(at(tmp_path))
     found = reader.read({"middle": Wanted("model.w", (2, 1), (6, 2)), "nothing": Wanted("model.w", (10, 0), (0, 4))})
     assert torch.equal(found["middle"], matrix(1)[2:8, 1:3])
     assert found["nothing"].shape == (0, 4)
@@ -97,7 +98,7 @@ def test_parts_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
 def test_what_all_ranks_hold_is_written_once(tmp_path: Path) -> None:
     site = Site()
     manifest = site.save(tmp_path, site.capture(2))
-    state = Reader(tmp_path)._metadata
+    state = Reader(at(tmp_path))._metadata
     stored = {}
     for index, where in state.storage_data.items():
         stored.setdefault((where.relative_path, where.offset), []).append(index.fqn)
@@ -123,7 +124,7 @@ def test_slot_that_was_written_over_meanwhile_is_not_written(tmp_path: Path) -> 
     given = [(share, site.slot(0, share.slot)) for share in shares["n0"]]
     site.capture(7, keep=site.capture(6, keep=old))
     with pytest.raises(SaveFailed, match="does not hold it"):
-        write_shares(tmp_path, 0, "n0", old, len(HOME), given)
+        write_shares(Directory(tmp_path.parent), tmp_path.name, 0, "n0", old, len(HOME), given)
 
 
 def test_version_that_is_set_aside_outlives_those_after_it(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_version_that_is_set_aside_outlives_those_after_it(tmp_path: Path) -> No
     for step in range(8, 12):
         kept = site.capture(step, keep=kept)
     site.save(tmp_path / "second", second)
-    assert torch.equal(Reader(tmp_path / "second").read({"w": Wanted("model.w", (0, 0), (10, 4))})["w"], matrix(7))
+    assert torch.equal(Reader(at(tmp_path / "second")).read({"w": Wanted("model.w", (0, 0), (10, 4))})["w"], matrix(7))
     assert all(record.slot for vault in site.vaults for record in vault.records())
     num_slots = [sum(1 for r in vault.records() if r.part.kind == "own") for vault in site.vaults]
     assert num_slots == [6, 6], "one more slot per part, not one per save"
@@ -178,11 +179,11 @@ def test_checkpoint_is_not_published_when_a_file_is_short_or_missing(tmp_path: P
 def test_flipped_bit_on_disk_is_found_and_named(name: str, tmp_path: Path) -> None:
     site = Site()
     site.save(tmp_path, site.capture(1))
-    assert damaged_files(find(tmp_path)) == []
+    assert damaged_files(at(tmp_path)) == []
     content = bytearray((tmp_path / name).read_bytes())
     content[len(content) // 2] ^= 4
     (tmp_path / name).write_bytes(content)
-    found = find(tmp_path)
+    found = at(tmp_path)
     assert found.problem == ""
     (problem,) = damaged_files(found)
     assert problem.startswith(f"{name} is damaged")

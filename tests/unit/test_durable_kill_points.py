@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,16 @@ from typing import Any
 import pytest
 import torch
 from durable_site import HOME, NODES, PLACES, Site, matrix
+from fsspec.registry import register_implementation
+from object_store import ObjectStore
 from torch.distributed.checkpoint import filesystem
 
 from p2pstate.durable import dcp_write, writer
 from p2pstate.durable.catalog import damaged_files, list_checkpoints
 from p2pstate.durable.dcp_read import Reader
 from p2pstate.durable.division import divide_version
+from p2pstate.durable.manifest import METADATA
+from p2pstate.durable.remote import open_storage
 from p2pstate.types import Version
 
 KEEP = 1
@@ -26,18 +31,28 @@ def die(*args: Any, **kwargs: Any) -> Any:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def before(name: str, stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A call that is given a source of this name does not come back."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return die() if any(str(arg).endswith(name) for arg in args) else stock(*args, **kwargs)
+
+    return call
+
+
 def second_call(stock: Callable[..., Any]) -> Callable[..., Any]:
     calls = iter([stock])
     return lambda *args, **kwargs: next(calls, die)(*args, **kwargs)
 
 
+UPLOADS = {"before an upload": (ObjectStore, "put_file", die)}
 # Where the process dies: what is replaced there, by what. Only the lead (place 0) comes to the last three.
 POINTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "before write": (dcp_write.FileSystemWriter, "write_data", die),
     "mid-file": (filesystem, "_write_item", second_call(filesystem._write_item)),
     "after write, before its table": (dcp_write, "publish", die),
     "after all wrote": (writer, "publish_checkpoint", die),
-    "before the marker": (dcp_write.os, "replace", second_call(os.replace)),
+    "before the marker": (dcp_write, "_store_as_is", before(METADATA, dcp_write._store_as_is)),
     "between marker and retention": (writer, "to_delete", die),
 }
 LEAD_ONLY = ("after all wrote", "before the marker", "between marker and retention")
@@ -56,19 +71,19 @@ def in_child(work: Callable[[], None]) -> int:
     return os.waitpid(pid, 0)[1]
 
 
-def save(site: Site, root: Path, version: Version, patch: pytest.MonkeyPatch, point: str = "", place: int = -1) -> bool:
+def save(site: Site, root: str, version: Version, patch: pytest.MonkeyPatch, point: str = "", place: int = -1) -> bool:
     """A save as the agents run it, each step in a process; False when one died."""
     records = [r for vault in site.vaults for r in vault.records() if r.version == version]
     shares = divide_version(HOME, records)
     assert not isinstance(shares, str)
     own = writer._Writer()
-    name = own.begin(serial=0, root=str(root), step=version.step)["name"]
+    name = own.begin(serial=0, where=[root, ""], step=version.step)["name"]
     read_end, write_end = os.pipe()
 
     def step(at: int, work: Callable[[], Any]) -> bool:
         def armed() -> None:
             if at == place:
-                patch.setattr(*POINTS[point])
+                patch.setattr(*{**POINTS, **UPLOADS}[point])
             os.write(write_end, f"{at}:{work() or ''}\n".encode())
 
         return os.WIFEXITED(in_child(armed))
@@ -80,7 +95,7 @@ def save(site: Site, root: Path, version: Version, patch: pytest.MonkeyPatch, po
             assert fd is not None
             process.slots[share.slot] = os.dup(fd)
         given = [share.pack() for share in shares[NODES[at]]]
-        where = {"root": str(root), "name": name, "place": at, "node": NODES[at], "num_ranks": len(PLACES)}
+        where = {"where": [root, ""], "name": name, "place": at, "node": NODES[at], "num_ranks": len(PLACES)}
         digest: str = process.write(serial=1, version=list(version), shares=given, **where)["digest"]
         return digest
 
@@ -91,7 +106,8 @@ def save(site: Site, root: Path, version: Version, patch: pytest.MonkeyPatch, po
         digests = [[int(at), digest] for at, digest in (line.split(":") for line in lines)]
         what = {"run": ["run", "nonce"], "version": list(version), "world_size": len(PLACES), "reason": "test"}
         return step(
-            0, lambda: own.publish(serial=2, root=str(root), name=name, digests=digests, keep=KEEP, **what) and ""
+            0,
+            lambda: own.publish(serial=2, where=[root, ""], name=name, digests=digests, keep=KEEP, **what) and "",
         )
     finally:
         os.close(read_end)
@@ -102,18 +118,33 @@ def save(site: Site, root: Path, version: Version, patch: pytest.MonkeyPatch, po
 def test_writer_killed_at_a_point_costs_this_save_only(
     point: str, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    site = Site()
-    assert save(site, tmp_path, site.capture(10), monkeypatch)
-    assert not save(site, tmp_path, site.capture(20), monkeypatch, point, place)
+    check_kill(point, place, str(tmp_path), monkeypatch)
+
+
+@pytest.mark.parametrize(("point", "place"), [("mid-file", 1), ("before an upload", 0), ("before the marker", 0)])
+def test_writer_killed_on_its_way_to_object_storage_costs_this_save_only(
+    point: str, place: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    register_implementation("objects", ObjectStore, clobber=True)
+    check_kill(point, place, f"objects://{tmp_path}/bucket/run", monkeypatch)
+    (stage,) = tmp_path.glob("p2pstate-stage-*/*")
+    assert len(list(stage.iterdir())) == 1, "the stage keeps one save"
+
+
+def check_kill(point: str, place: int, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    site, storage = Site(), open_storage(root)
+    assert save(site, root, site.capture(10), monkeypatch)
+    assert not save(site, root, site.capture(20), monkeypatch, point, place)
 
     published = point == "between marker and retention"
-    complete = [found for found in list_checkpoints(tmp_path) if not found.problem]
+    complete = [found for found in list_checkpoints(storage) if not found.problem]
     assert [found.step for found in complete] == ([20, 10] if published else [10])
     assert all(damaged_files(found) == [] for found in complete)
 
-    assert save(site, tmp_path, site.capture(30), monkeypatch)
-    (left,) = list_checkpoints(tmp_path)  # the one that was kept is gone now, and so is what was interrupted
+    assert save(site, root, site.capture(30), monkeypatch)
+    (left,) = list_checkpoints(storage)  # the one that was kept is gone now, and so is what was interrupted
     assert left.step == 30
     assert damaged_files(left) == []
-    reader = Reader(left.path)
+    reader = Reader(left)
     assert torch.equal(reader.read({"w": reader.whole("model.w")})["w"], matrix(30))

@@ -1,0 +1,114 @@
+"""Where checkpoints are: saves by name, each of them a flat set of files. The interface, and a directory as storage.
+
+In: names, files that were made in a local folder (the *workspace* of a save). Out: the same files on storage, whole or
+absent, and their bytes again. What is on other than local file systems is in remote.py. Calls raise OSError when
+storage fails, whatever the reason; they may take as long as storage takes.
+
+Invariants: a file that :meth:`Storage.store` returned for was read back from storage; a save is deleted marker first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO, Protocol
+
+from p2pstate.durable.files import digest_of_file, sync_directory
+
+__all__ = ["Directory", "Progress", "Storage"]
+
+Progress = Callable[[int], None]  # is told how many further bytes were moved
+
+
+class Storage(Protocol):
+    """Four things to write with, three to read with, and one to delete."""
+
+    @property
+    def where(self) -> str:
+        """For people, and what this storage can be opened by again."""
+
+    def begin(self, save: str) -> None:
+        """Make room for a new save."""
+
+    def workspace(self, save: str) -> Path:
+        """The local folder in which this node makes its files of a save; those of other saves may be removed."""
+
+    def store(self, save: str, source: Path, name: str) -> tuple[int, str]:
+        """Put a finished file of the workspace on storage; (bytes, digest) of what is read back from there."""
+
+    def discard(self, save: str, name: str) -> None:
+        """Remove a file that is not needed any more, if there is one."""
+
+    def saves(self) -> list[str]:
+        """All names that may be saves; none when nothing was ever saved."""
+
+    def sizes(self, save: str) -> dict[str, int]:
+        """The files of a save, in bytes; none when it does not exist."""
+
+    def open(self, save: str, name: str) -> BinaryIO:
+        """To read; seekable. Raises FileNotFoundError."""
+
+    def open_nearest(self, save: str, name: str, what: tuple[int, str]) -> BinaryIO:
+        """The same for a file that has these (bytes, digest) on storage, from the copy that is read fastest."""
+
+    def delete(self, save: str, marker: str) -> None:
+        """Remove a save, the file ``marker`` before all others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Directory:
+    """A directory on a file system that all nodes share; files are made where they stay."""
+
+    root: Path
+
+    @property
+    def where(self) -> str:
+        return str(self.root)
+
+    def begin(self, save: str) -> None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        (self.root / save).mkdir()
+
+    def workspace(self, save: str) -> Path:
+        return self.root / save
+
+    def store(self, save: str, source: Path, name: str) -> tuple[int, str]:
+        target = self.root / save / name
+        if source != target:
+            os.replace(source, target)
+            sync_directory(target.parent)
+            sync_directory(self.root)
+        return digest_of_file(target)
+
+    def discard(self, save: str, name: str) -> None:
+        (self.root / save / name).unlink(missing_ok=True)
+
+    def saves(self) -> list[str]:
+        try:
+            return [entry.name for entry in os.scandir(self.root) if entry.is_dir()]
+        except FileNotFoundError:
+            return []
+
+    def sizes(self, save: str) -> dict[str, int]:
+        found = {}
+        try:
+            for entry in os.scandir(self.root / save):
+                with contextlib.suppress(FileNotFoundError):
+                    found[entry.name] = entry.stat().st_size
+        except FileNotFoundError:
+            return {}
+        return found
+
+    def open(self, save: str, name: str) -> BinaryIO:
+        return open(self.root / save / name, "rb")
+
+    def open_nearest(self, save: str, name: str, what: tuple[int, str]) -> BinaryIO:
+        return self.open(save, name)
+
+    def delete(self, save: str, marker: str) -> None:
+        self.discard(save, marker)
+        shutil.rmtree(self.root / save)
