@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Tests that start whole runs follow one another in one process; all others go beside them.
-IN_PARALLEL := -n auto --maxprocesses 4 --dist loadgroup
+IN_PARALLEL := -n auto --maxprocesses 4 --dist loadscope
 DEMO_ARGS := $(if $(filter-out 0,$(JSON)),--json) $(ARGS)
 
 .PHONY: demo test test-all lint bench docs clean venv

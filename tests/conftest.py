@@ -1,6 +1,7 @@
 """Shared by all tests: a fork server with torch imported, so that a run's processes start in milliseconds.
 
-Tests that start whole runs (tests/proc) are one group for pytest-xdist: they follow one another in one process.
+With pytest-xdist, tests that start whole runs (tests/proc) follow one another in one process, and other files' tests
+go beside them.
 """
 
 from __future__ import annotations
@@ -11,19 +12,23 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 READY_WITHIN_S = 120.0
-RUNS = Path(__file__).parent / "proc"
 FILESYSTEMS = str(Path(__file__).parent / "filesystems")  # fsspec finds them in every process of a run
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        if config.pluginmanager.hasplugin("xdist") and item.path.is_relative_to(RUNS):
-            item.add_marker(pytest.mark.xdist_group("runs"))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class RunsInOneProcess(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "runs" if "proc/" in nodeid else nodeid.partition("::")[0]
+
+    return RunsInOneProcess(config, log)
 
 
 @pytest.fixture(scope="session")
