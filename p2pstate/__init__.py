@@ -22,6 +22,8 @@ Layout, from the top down (a file imports only what stands above it):
     observe/svg.py
     observe/report.py       p2pstate report
     observe/perfetto.py
+    observe/spans.py        OpenTelemetry
+    observe/tracking.py     a tracker's numbers
     observe/live.py         what a running node knows
     observe/metrics.py
     observe/whole.py        pure: what all nodes told, put together
@@ -177,6 +179,8 @@ Layout, from the top down (a file imports only what stands above it):
     operating.py            p2prun status, stop, assume-dead
     chaos.py                p2pstate chaos
     integrations/huggingface.py  their Trainer, with its steps in a Replicator
+    integrations/tensorboard.py
+    integrations/mlflow.py
     cli.py                  p2prun, p2pstate
 End of layout.
 """

@@ -215,6 +215,11 @@ def _parser() -> argparse.ArgumentParser:
     node.add_argument(
         "--http-token-file", metavar="FILE", help="whoever asks over HTTP has to know what is in this file"
     )
+    node.add_argument(
+        "--otel",
+        action="store_true",
+        help="send OpenTelemetry spans of failures by OTLP, to where the OTEL_* variables say (p2pstate[otel])",
+    )
     node.add_argument("--chaos", action="store_true", help="let p2pstate chaos inject faults into this node")
     node.add_argument("--quiet", action="store_true", help="workers' output and events go to --run-dir only")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
@@ -252,6 +257,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         health_file=os.path.abspath(options.health_file) if options.health_file else None,
         http=options.http,
         http_token=_read_token(options.http_token_file) if options.http_token_file else None,
+        otel=options.otel,
         chaos=options.chaos,
         hang_floor_s=options.hang_floor,
     )

@@ -30,6 +30,7 @@ from p2pstate.meeting import look_alone, meet
 from p2pstate.memory_need import RankNeed
 from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.meter import METER
+from p2pstate.observe.tracking import Tracker
 from p2pstate.protection import Protection
 from p2pstate.resume import Disk
 from p2pstate.settings import CheckpointPolicy, Settings
@@ -218,6 +219,13 @@ class Replicator:
         by the fault begins anew. It runs after the loop's body for that step, also after the last one.
         """
         self._loop.every(steps, function)
+
+    def track(self, tracker: Tracker, every: int = 10) -> None:
+        """Have rank 0 call ``tracker(step, values)`` for each committed step that is a multiple of ``every``: goodput,
+        seconds by category, step time, protected lag, recoveries. ``p2pstate.integrations`` has TensorBoard and MLflow;
+        any function with these two arguments will do. One that raises is left out, with a warning."""
+        if self._context.rank == 0:
+            self._loop.tracking.add(tracker, every)
 
     @property
     def rehearsing(self) -> bool:

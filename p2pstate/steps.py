@@ -33,7 +33,9 @@ from p2pstate.groups.gate import Ballot
 from p2pstate.groups.status import STATUS
 from p2pstate.hooks import Hooks
 from p2pstate.loop_exit import LoopIterator, leaves_by_exception, looping_code
+from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.meter import METER
+from p2pstate.observe.tracking import Tracking, values_of
 from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
 from p2pstate.rehearsal import Rehearsals
@@ -87,6 +89,8 @@ class Loop:
         self._must_join = not context.fresh or context.restore
         self._rehearsals = Rehearsals(self._models, together=context.restore)
         self._hooks = Hooks(context, self._models)
+        self.tracking = Tracking()
+        self._num_recoveries = 0  # of this process
         self._ended_at: int | None = None  # this rank's data ended after this step
         self._end_step: int | None = None  # all ranks end at this step, because somebody's data does
         self._newest_yielded = 0
@@ -317,6 +321,17 @@ class Loop:
         if self._beyond is not None and step > self._beyond:
             self._beyond = None
             self._link.send("event", kind="first_step", epoch=self._rounds.epoch, step=step)
+        self.tracking.committed(step, self._tracked)
+
+    def _tracked(self) -> dict[str, float]:
+        protected = self.protection.protected
+        return values_of(
+            Goodput(METER.totals()),
+            step_s=self._stepping.step_s,
+            lag_steps=None if protected is None else self.step - protected.step,
+            copy_bytes=self.protection.stats.num_shipped_bytes,
+            num_recoveries=self._num_recoveries,
+        )
 
     # -- beginning and end
 
@@ -401,6 +416,7 @@ class Loop:
             joined = self._rounds.recover(report, failed_step=self.step + 1)
         METER.enter("other")
         METER.recovered()
+        self._num_recoveries += 1
         self._must_join = False
         self.step = joined.version.step
         self._beyond = joined.version.step + joined.steps_lost

@@ -38,6 +38,7 @@ from p2pstate.agent.watchdog import Watchdog
 from p2pstate.agent.weaknesses import Weaknesses
 from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY, EXIT_STATE_LOST
 from p2pstate.observe.metrics import exposition
+from p2pstate.observe.spans import IncidentSpans
 from p2pstate.types import Start
 from p2pstate.vault import Vault
 from rendezvous.channel import Message
@@ -61,6 +62,8 @@ class Agent:
         self._name = config.name
         self._writer = Writer()
         self.events = EventLog(config.name, job.run_dir, self._writer, quiet=job.quiet)
+        if job.otel:
+            self.events.spans = IncidentSpans(config.run_id, config.name)
         self._vault = Vault(config.name)
         self.node = Node(config, self)
         self._supervisor = Supervisor(

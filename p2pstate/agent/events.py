@@ -16,6 +16,7 @@ from p2pstate.agent.output import Writer
 from p2pstate.observe.ledger import Ledger
 from p2pstate.observe.live import LiveRun
 from p2pstate.observe.reading import read_events
+from p2pstate.observe.spans import IncidentSpans
 
 __all__ = ["EventLog"]
 
@@ -32,6 +33,7 @@ class EventLog:
         self._fd: int | None = None
         self.ledger = Ledger()  # of this node's ranks, earlier attempts included
         self.live = LiveRun(self.ledger)
+        self.spans: IncidentSpans | None = None  # that tell of its incidents
         if directory is not None:
             os.makedirs(directory, exist_ok=True)
             path = os.path.join(directory, f"events-{node}.jsonl")
@@ -46,10 +48,15 @@ class EventLog:
         record = {"t": time.time(), "node": self._node, "event": event, **fields}
         self.ledger.add(record)
         self.live.add(record)
+        if self.spans is not None:
+            self.spans.look(self.live.incidents)
         if self._fd is not None:
             self._writer.put(self._fd, json.dumps(record).encode() + b"\n")
 
     def close(self) -> None:
+        if self.spans is not None:
+            self.spans.look(self.live.incidents, ended=True)
+            self.spans.close()
         if self._fd is not None:
             self._writer.put(self._fd, b"")
             self._fd = None

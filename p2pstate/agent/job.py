@@ -29,6 +29,7 @@ class Job:
     health_file: str | None
     http: str | None  # HOST:PORT of the page
     http_token: str | None
+    otel: bool  # whether spans of incidents are sent
     num_rehearsed: int  # spares that have run the script under the first ranks of this node
     chaos: bool  # whether faults may be asked for from outside
     hang_floor_s: float  # 0: nobody looks for hung workers

@@ -30,6 +30,7 @@ class Incident:
     reason: str  # in words, for a person
     last_step: int  # the newest that any rank had committed
     num_ranks: int  # whose steps were known then: none on a node that only looked on
+    nonce: str = ""  # of the run's start
     recoveries: dict[int, Event] = field(default_factory=dict)  # by rank: how it resumed
     beyond: dict[int, float] = field(default_factory=dict)  # by rank: when it first went beyond last_step
     replaced: set[int] = field(default_factory=set)  # ranks that got a new process
@@ -156,7 +157,8 @@ class IncidentFinder:
         cause = next((CAUSES[kind] for kind in CAUSES if any(sign["event"] == kind for sign in signs)), "other")
         began = min([t, *(float(sign["t"]) for sign in signs)])
         last_step = max(self._steps.values(), default=0)
-        self.incidents.append(Incident(round_, began, t, cause, reason, last_step, len(self._steps)))
+        nonce = "" if self._nonce is None else str(self._nonce)
+        self.incidents.append(Incident(round_, began, t, cause, reason, last_step, len(self._steps), nonce))
 
     def on_worker_started(self, event: Event, t: float) -> None:
         if self._open is not None:

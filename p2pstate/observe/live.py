@@ -7,7 +7,7 @@ run, the newest incidents. Everything is of this node's ranks; whoever asks puts
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from p2pstate.observe.incidents import Incident, IncidentFinder
@@ -94,13 +94,17 @@ class LiveRun:
         return max(self._lags_s.values(), default=None)
 
     @property
+    def incidents(self) -> Sequence[Incident]:
+        return self._finder.incidents
+
+    @property
     def failures(self) -> Counter[str]:
         """By cause."""
-        return Counter(incident.cause for incident in self._finder.incidents)
+        return Counter(incident.cause for incident in self.incidents)
 
     @property
     def lost_steps(self) -> int:
-        return sum(incident.steps_lost for incident in self._finder.incidents)
+        return sum(incident.steps_lost for incident in self.incidents)
 
     def summary(self, now: float) -> dict[str, Any]:
         """Plain values, for other nodes and pages. ``now``: seconds since 1970."""
@@ -114,8 +118,8 @@ class LiveRun:
             "fetch_p95_s": fetches[int(0.95 * (len(fetches) - 1))] if fetches else None,
             "on_disk": None if self._saved is None else {"step": self._saved[0], "s_ago": now - self._saved[1]},
             "slow": [[rank, reason] for rank, (t, reason) in sorted(self._slow.items()) if t >= now - NOW_S],
-            "incidents": [_told(incident, now) for incident in self._finder.incidents[-MAX_INCIDENTS:]],
-            "num_incidents": len(self._finder.incidents),
+            "incidents": [_told(incident, now) for incident in self.incidents[-MAX_INCIDENTS:]],
+            "num_incidents": len(self.incidents),
         }
 
     def _since(self, t: float) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -56,7 +57,7 @@ KINDS = ("worker_started", "finished")
 
 
 def test_meter_puts_delays_into_their_categories(tmp_path: Path, fork_server: dict[str, str]) -> None:
-    environ = fork_server | {"CHECKPOINT": str(tmp_path / "checkpoints")}
+    environ = fork_server | {"CHECKPOINT": str(tmp_path / "checkpoints"), "TRACKED": str(tmp_path / "tracked")}
     delays = {"DELAY_BATCH": "1", "DELAY_COPY": str(COPY_S), "DELAY_PHASE": "1", "STEPS": "8"}
     events = run(tmp_path / "run", environ | delays)
     for rank, found in measure(events).items():
@@ -73,6 +74,11 @@ def test_meter_puts_delays_into_their_categories(tmp_path: Path, fork_server: di
         assert "recovery" not in seconds
         assert "repeated" not in seconds
         assert seconds["saving"] > 0  # the last version, at the end of the loop
+
+    step, tracked = json.loads((tmp_path / "tracked").read_text())
+    assert step == 8
+    assert tracked["p2pstate/data_s"] == pytest.approx(1.0, rel=0.1)
+    assert 0 < tracked["p2pstate/goodput"] < 1
 
     resumed = run(tmp_path / "again", environ | {"DELAY_REHEARSAL": "0.8", "STEPS": "10"})
     for found in measure(resumed).values():

@@ -1,8 +1,11 @@
 """A loop with delays of known length (the DELAY_* variables, in seconds): the second batch, the copy of the first
-version, a phase after step 3, and each rehearsal. CHECKPOINT names a folder for checkpoints."""
+version, a phase after step 3, and each rehearsal. CHECKPOINT names a folder for checkpoints, TRACKED a file for what a
+tracker is told last."""
 
+import json
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,6 +55,10 @@ p2pstate.init_process_group()
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 state = p2pstate.Replicator(model, optimizer, data=Batches(), checkpoint=os.environ.get("CHECKPOINT"))
+
+
+if "TRACKED" in os.environ:
+    state.track(lambda step, values: Path(os.environ["TRACKED"]).write_text(json.dumps([step, dict(values)])), every=4)
 
 
 def train_step(batch: int) -> None:
