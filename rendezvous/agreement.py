@@ -37,6 +37,7 @@ from rendezvous.view_delta import apply_delta, delta_of
 from rendezvous.views import Sizes, has_quorum, make_view, plan_view, quorum_text
 from rendezvous.wire import MAX_BALLOT_BYTES, pack
 
+MAX_PATIENCE = 4.0
 _MAX_REASON_CHARS = 1000
 
 
@@ -66,6 +67,7 @@ class Proposal:
     promises: dict[MemberKey, Promise] = field(default_factory=dict)
     votes: set[MemberKey] = field(default_factory=set)
     view: View | None = None
+    num_sent: int = 0
     given_up: bool = False
     collected: bool = False
 
@@ -96,6 +98,8 @@ class Agreement:
         self.abstains = False
         self.highest_seen_epoch = 0
         self.promised: Ballot | None = None
+        self._promised_s = 0.0
+        self._num_failed = 0  # ballots of this node for this epoch that found no quorum in time
         self.last_accepted: Accepted | None = None
         self.proposal: Proposal | None = None
         self._highest_number = 0
@@ -122,6 +126,7 @@ class Agreement:
         self.view = view
         self.promised = self.proposal = self.blocked_at = None
         self.retry_s = 0.0
+        self._num_failed = 0
 
     def is_voter(self) -> bool:
         """May this incarnation vote on the next epoch? Not while it knows that it missed a decision."""
@@ -153,9 +158,10 @@ class Agreement:
             proposal.given_up = now >= proposal.started_s + self._timing.probe_timeout_s
             proposal.collected = now >= proposal.started_s + self._timing.collect_s
             self._maybe_accept_phase(now)
-        if self.proposal is proposal and now >= proposal.started_s + self._timing.attempt_s:
+        if self.proposal is proposal and now >= proposal.started_s + self._attempt_s():
             num_votes = len(proposal.votes if proposal.view else self._promise_votes(proposal))
             self._out.put(Waiting(quorum_text(self.view, num_votes, self._sizes)))
+            self._num_failed += 1
             self._give_up(now)
         elif self.proposal is proposal and now >= proposal.resend_s:
             self._send_requests(now)
@@ -164,7 +170,7 @@ class Agreement:
         if self.proposal is None:
             return float("inf")
         proposal = self.proposal
-        due_s = min(proposal.resend_s, proposal.started_s + self._timing.attempt_s)
+        due_s = min(proposal.resend_s, proposal.started_s + self._attempt_s())
         if proposal.view is None and not proposal.collected:
             due_s = min(due_s, proposal.started_s + self._timing.collect_s)
         if proposal.view is None and not proposal.given_up:
@@ -174,7 +180,8 @@ class Agreement:
     def _send_requests(self, now: float) -> None:
         proposal = self.proposal
         assert proposal is not None
-        proposal.resend_s = now + self._timing.resend_s
+        proposal.resend_s = now + self._timing.resend_s * min(2.0**proposal.num_sent, MAX_PATIENCE)
+        proposal.num_sent += 1
         epoch = self.epoch + 1
         if proposal.view is None:
             request: Message = Prepare(epoch, proposal.ballot)
@@ -195,6 +202,17 @@ class Agreement:
     def _give_up(self, now: float) -> None:
         self.proposal = None
         self.retry_s = now + self._timing.attempt_s * self._rng.uniform(0.3, 1.0)
+
+    def _attempt_s(self) -> float:
+        """Where a ballot fails because everybody is slow, the next one fails too unless it gets more time."""
+        return self._timing.attempt_s * min(2.0**self._num_failed, MAX_PATIENCE)
+
+    def rival_until_s(self) -> float:
+        """Until when this node leaves the decision to another live member whose ballot it has promised."""
+        if self.promised is None or self.promised.proposer == self.me:
+            return 0.0
+        record = self._membership.records.get(self.promised.proposer)
+        return self._promised_s + self._attempt_s() if record is not None and record.live else 0.0
 
     def _promise_votes(self, proposal: Proposal) -> set[MemberKey]:
         return {key for key, promise in proposal.promises.items() if promise.votes}
@@ -301,7 +319,7 @@ class Agreement:
             if self.promised is not None and message.ballot < self.promised:
                 self._reply(sender, Reject(message.epoch, message.ballot, self.promised), now)
                 return
-            self.promised = message.ballot
+            self.promised, self._promised_s = message.ballot, now
         data = self._decider.ballot()
         pack(data, MAX_BALLOT_BYTES, "what Application.ballot() returned")
         accepted = self.accepted if votes else None
@@ -313,7 +331,7 @@ class Agreement:
         if self.promised is not None and message.ballot < self.promised:
             self._reply(sender, Reject(message.epoch, message.ballot, self.promised), now)
             return
-        self.promised = message.ballot
+        self.promised, self._promised_s = message.ballot, now
         self.last_accepted = Accepted(message.ballot, message.view)
         self._reply(sender, AcceptedVote(message.epoch, message.ballot), now)
 

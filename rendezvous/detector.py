@@ -6,6 +6,7 @@ Invariants: silence leads to SUSPECT first and never to proof; only a refused co
 declares its host's own is proof; time during which this node itself was stalled counts against nobody.
 What a member sends between failures does not depend on how many there are: it probes NUM_TARGETS others in each probe
 interval, and so is probed by as many on average.
+Where all are slow, none adds to it: who gets its answers late probes less often, asks fewer for help and waits longer.
 Limits: in a large group a member may be probed by nobody for an interval or two, which adds to the time until its
 silence is noticed.
 """
@@ -13,6 +14,7 @@ silence is noticed.
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,8 +26,9 @@ from rendezvous.types import MemberKey
 
 NUM_TARGETS = 4
 NUM_RELAYS = 3
-NUM_CONFIRMING = 16
+NUM_CONFIRMING = 6
 MAX_HEALTH = 4
+_MAX_OVERDUE = 256
 # A dying process closes its connections before its listening socket: a check may come too early, so it is repeated.
 _REDIAL_S = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
 
@@ -70,11 +73,13 @@ class Detector:
         self._out = out
         self._seq = 0
         self._probes: dict[int, _Probe] = {}
+        self._overdue: deque[int] = deque(maxlen=_MAX_OVERDUE)  # of probes without an answer
         self._relays: dict[int, _Relay] = {}
         self._checks: dict[MemberKey, _Check] = {}
         self._order: list[MemberKey] = []
         self._next_probe_s = now
         self._num_refuted = 0
+        self._lateness: set[bool] = set()  # of the answers since the last round of probes
         self.health = 0
 
     def next_deadline_s(self) -> float:
@@ -100,9 +105,12 @@ class Detector:
         self._follow_probes(now)
         self._repeat_checks(now)
         if now >= self._next_probe_s:
-            self._next_probe_s = now + self._timing.probe_interval_s
+            if self._lateness == {False}:
+                self.health = max(0, self.health - 1)
+            self._lateness.clear()
+            self._next_probe_s = now + self._timing.probe_interval_s * (1 + self.health)
             for record in self._targets():
-                self._probe(record, now)
+                self.urgent(record.member.key, now)
 
     def urgent(self, key: MemberKey, now: float) -> None:
         """Probe `key` at once unless a probe is under way."""
@@ -121,14 +129,25 @@ class Detector:
 
     def on_ack(self, sender: Record, message: Ack) -> None:
         probe = self._probes.get(message.seq)
+        relay = self._relays.pop(message.seq, None)
         if probe is not None and probe.target == sender.member.key:
             del self._probes[message.seq]
-            self.health = max(0, self.health - 1)
-        relay = self._relays.pop(message.seq, None)
-        if relay is not None and relay.target == sender.member.key:
+            self._hear_of_myself(late=probe.asked_others)
+        elif relay is not None and relay.target == sender.member.key:
             requester = self._membership.records.get(relay.requester)
             if requester is not None:
                 self._out.send(requester.member, IndirectAck(relay.seq, relay.target))
+        elif message.seq in self._overdue:
+            self._overdue.remove(message.seq)
+            self._hear_of_myself(late=True)
+
+    def _hear_of_myself(self, *, late: bool) -> None:
+        """An answer that comes late tells that this node or its network is slow: it asks less then and waits longer,
+        until all answers of a round come in time.
+        """
+        if late:
+            self.health = min(MAX_HEALTH, self.health + 1)
+        self._lateness.add(late)
 
     def on_indirect_ack(self, message: IndirectAck) -> None:
         probe = self._probes.get(message.seq)
@@ -213,15 +232,17 @@ class Detector:
                 continue
             elif probe.asked_others:
                 del self._probes[seq]
+                self._overdue.append(seq)
                 reason = f"no answer to a probe for {now - probe.sent_s:.2f} s"
-                self._membership.judge(probe.target, Status.SUSPECT, reason, now)
+                self._accuse(probe.target, Status.SUSPECT, reason, now)
             else:
                 probe.asked_others = True
                 self._ask_others(seq, record, now)
 
     def _ask_others(self, seq: int, target: Record, now: float) -> None:
         relays = [record for record in self._membership.live() if record is not target]
-        for record in self._rng.sample(relays, min(NUM_RELAYS, len(relays))):
+        num_relays = max(1, NUM_RELAYS - self.health)  # help costs four messages each
+        for record in self._rng.sample(relays, min(num_relays, len(relays))):
             self._out.send(record.member, PingRequest(seq, target.member.key))
         if target.member.key not in self._checks:
             self._check(target, now)
@@ -232,4 +253,10 @@ class Detector:
         for record in list(self._membership.suspects.values()):
             if record.suspicion is not None and now >= record.suspicion.deadline_s(num_live, *bounds):
                 reason = f"silent for {now - record.heard_s:.2f} s"
-                self._membership.judge(record.member.key, Status.DEAD, reason, now)
+                self._accuse(record.member.key, Status.DEAD, reason, now)
+
+    def _accuse(self, key: MemberKey, status: Status, reason: str, now: float) -> None:
+        """Silence is told to all at once only by who is not slow: where everybody is, that many messages would
+        keep all of them slow.
+        """
+        self._membership.judge(key, status, reason, now, at_once=self.health == 0)

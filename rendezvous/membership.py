@@ -21,7 +21,7 @@ from typing import Any
 
 from rendezvous.effects import Changed, Outbox
 from rendezvous.messages import Gossip, Status, Update
-from rendezvous.suspicion import Suspicion
+from rendezvous.suspicion import EXPECTED_CONFIRMATIONS, Suspicion
 from rendezvous.types import Change, Member, MemberChange, MemberKey, Role
 
 MAX_GONE = 2048
@@ -195,12 +195,13 @@ class Membership:
         self._enter(record)
         return self._spread(record, first_hand)
 
-    def judge(self, key: MemberKey, status: Status, reason: str, now: float, *, proof: bool = False) -> bool:
-        """This node's own finding about another member."""
+    def judge(
+        self, key: MemberKey, status: Status, reason: str, now: float, *, proof: bool = False, at_once: bool = True
+    ) -> bool:
+        """This node's own finding about another member, told to all `at_once` or along with what is sent anyway."""
         record = self.records[key]
-        return self.apply(
-            Update(record.member, status, record.refutation, reason, proof, self.me.name), now, first_hand=True
-        )
+        update = Update(record.member, status, record.refutation, reason, proof, self.me.name)
+        return self.apply(update, now, first_hand=at_once)
 
     def leave(self, reason: str) -> None:
         """Announce the own departure. This node still votes, so that the others can decide to go on without it."""
@@ -246,12 +247,13 @@ class Membership:
 
     @staticmethod
     def _confirms(update: Update, record: Record) -> bool:
-        """Another member suspects the same life sign: shortens the suspicion."""
+        """Another member suspects the same life sign: shortens the suspicion, if there were not enough before."""
         if record.suspicion is None or update.status is not Status.SUSPECT or update.refutation != record.refutation:
             return False
-        if update.origin in record.suspicion.accusers:
+        accusers = record.suspicion.accusers
+        if update.origin in accusers or len(accusers) > EXPECTED_CONFIRMATIONS:
             return False
-        record.suspicion.accusers.add(update.origin)
+        accusers.add(update.origin)
         record.origin = update.origin
         return True
 

@@ -74,7 +74,7 @@ class Motives:
         idle = self._since_s is None or self._agreement.proposal is not None or self._blocked()
         if idle or not self._agreement.is_voter():
             return float("inf")
-        return max(self._turn_s(), self._agreement.retry_s)
+        return self._may_start_s()
 
     def act(self, now: float) -> None:
         """Propose if there is a motive and it is this node's turn."""
@@ -89,7 +89,7 @@ class Motives:
         if self._since_s is None:
             self._since_s = now
         may_start = self._agreement.proposal is None and not self._blocked()
-        if may_start and now >= max(self._turn_s(), self._agreement.retry_s):
+        if may_start and now >= self._may_start_s():
             self._agreement.propose(self.reasons, now)
 
     def _is_any(self) -> bool:
@@ -149,6 +149,9 @@ class Motives:
             )
         )
         return []
+
+    def _may_start_s(self) -> float:
+        return max(self._turn_s(), self._agreement.retry_s, self._agreement.rival_until_s())
 
     def _turn_s(self) -> float:
         """When this node proposes, if nobody did by then."""

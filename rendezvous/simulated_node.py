@@ -64,6 +64,8 @@ class SimulatedNode:
     views: list[View] = field(default_factory=list)
     backlog: list[events.Event] = field(default_factory=list)
     next_tick_s: float = 0.0
+    tick_waits: bool = False
+    busy_until_s: float = 0.0
 
     @property
     def member(self) -> Member:

@@ -66,6 +66,7 @@ class Simulation:
         timing: Timing | None = None,
         start_s: Mapping[str, float] | None = None,
         fencing_command: bool = False,
+        service_s: float = 0.0,
         core_type: Callable[..., Core] = Core,
     ) -> None:
         self.seed = seed
@@ -81,6 +82,7 @@ class Simulation:
         self._addresses = {name: f"127.0.0.1:{7001 + i}" for i, name in enumerate((*names, *witnesses))}
         self._witnesses = frozenset(witnesses)
         self._fencing_command = fencing_command
+        self._service_s = service_s
         self.vouched: set[MemberKey] = set()
         self._answer: FenceAnswer | None = None
         self._cuts: list[tuple[frozenset[str], frozenset[str]]] = []
@@ -154,6 +156,8 @@ class Simulation:
         if node.paused:
             node.backlog.append(event)
             return
+        if isinstance(event, events.Tick):
+            node.tick_waits = False
         before = node.core.agreement.last_accepted
         self.num_events += 1
         effects = node.core.step(event, node.clock.local_s(self.now))
@@ -193,15 +197,18 @@ class Simulation:
             self.crash(proposer.member.name if self._rng.random() < 0.5 else self._rng.choice(names))
 
     def _schedule_tick(self, node: SimulatedNode) -> None:
+        if node.tick_waits:
+            return
         due_s = max(node.clock.global_s(node.core.next_deadline_s()), self.now + 1e-4)
         if node.next_tick_s <= self.now or due_s < node.next_tick_s:
             node.next_tick_s = due_s
             self._at(due_s, lambda: self._tick(node, due_s))
 
     def _tick(self, node: SimulatedNode, due_s: float) -> None:
-        if node.next_tick_s == due_s and not node.paused:
+        if node.next_tick_s == due_s and not node.paused and not node.tick_waits:
             node.next_tick_s = 0.0
-            self._step(node, events.Tick())
+            node.tick_waits = True
+            self._serve(node, events.Tick())
 
     def _perform(self, node: SimulatedNode, effect: out.Effect) -> None:
         match effect:
@@ -254,7 +261,15 @@ class Simulation:
     def _deliver(self, target: str, envelope: Envelope) -> None:
         node = self.nodes.get(target)
         if node is not None:
-            self._step(node, events.Received(envelope))
+            self._serve(node, events.Received(envelope))
+
+    def _serve(self, node: SimulatedNode, event: events.Event) -> None:
+        """A slow host deals with one event after the other, each of which takes it `service_s` on average."""
+        if self._service_s == 0.0:
+            self._step(node, event)
+            return
+        node.busy_until_s = max(self.now, node.busy_until_s) + self._rng.expovariate(1 / self._service_s)
+        self._at(node.busy_until_s, lambda: self._step(node, event))
 
     def _dial(self, node: SimulatedNode, address: str) -> None:
         target = self._name_at(address)

@@ -16,6 +16,7 @@ import pytest
 
 from rendezvous import agreement, views
 from rendezvous.agreement import Agreement, Proposal
+from rendezvous.config import Timing
 from rendezvous.faults import Fault, deciding_schedule, fencing_schedule, random_schedule
 from rendezvous.membership import Membership, Record
 from rendezvous.messages import AcceptedVote, Promise, Reject, Status, Update
@@ -170,6 +171,22 @@ def test_large_group_learns_of_deaths_and_a_partition_by_rumours() -> None:
     simulation.calm()
     simulation.run_until(8.0)
     simulation.check_converged()
+
+
+def test_slow_hosts_form_a_view_and_do_not_drown_in_their_own_messages() -> None:
+    """Each message costs each of 16 hosts 20 ms, as on a machine with a load of 25: then their answers come late, and
+    suspicions, help and repetition must not add to it.
+    """
+    names = [f"n{index}" for index in range(16)]
+    simulation = Simulation(1, names, num_nodes_min=8, num_nodes_max=16, timing=Timing(0.5, 5.0), service_s=0.02)
+    simulation.run_until(10.0)
+    (view,) = simulation.decided.values()
+    assert len(view.members) == 16
+    num_events, num_suspicions = simulation.num_events, simulation.coverage["member suspect"]
+    simulation.run_until(16.0)
+    assert simulation.coverage["member suspect"] - num_suspicions < 16
+    assert simulation.num_events - num_events < 16 * 6.0 * 30
+    assert not simulation.coverage["member dead"]
 
 
 @pytest.mark.slow

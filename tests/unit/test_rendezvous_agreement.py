@@ -288,6 +288,30 @@ def test_ballot_without_quorum_is_given_up_with_a_sentence() -> None:
     assert bench.agreement.proposal is None
 
 
+def test_next_ballot_gets_more_time_where_one_found_no_quorum_in_time() -> None:
+    bench = Bench(view_of("abc"), "bc")
+    bench.propose()
+    bench.agreement.tick(3.0)
+    bench.propose(10.0)
+    bench.agreement.tick(15.9)
+    assert bench.agreement.proposal is not None
+    bench.agreement.tick(16.0)
+    assert bench.agreement.proposal is None
+    bench.agreement.install(view_of("abc", 2))
+    bench.propose(20.0)
+    bench.agreement.tick(23.0)
+    assert bench.agreement.proposal is None
+
+
+def test_decision_is_left_to_a_live_proposer_for_the_time_of_its_ballot() -> None:
+    bench = Bench(view_of("abc"), "bc")
+    assert bench.agreement.rival_until_s() == 0.0
+    bench.hear("b", Prepare(2, ballot(4, "b")), 1.0)
+    assert bench.agreement.rival_until_s() == 4.0
+    bench.set("b", Status.GONE, proof=True)
+    assert bench.agreement.rival_until_s() == 0.0
+
+
 def test_places_that_cannot_be_filled_block_until_a_member_changes() -> None:
     bench = Bench(view_of("ab"), "b", low=2, high=2)
     bench.set("b", Status.GONE, proof=True)

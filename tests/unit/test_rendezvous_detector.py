@@ -10,7 +10,7 @@ from rendezvous.config import Timing
 from rendezvous.detector import Detector
 from rendezvous.effects import Dial, Effect, Forget, Outbox, Send
 from rendezvous.membership import Membership
-from rendezvous.messages import Ack, Beat, IndirectAck, Ping, PingRequest, Status, Update
+from rendezvous.messages import Ack, Beat, Gossip, IndirectAck, Ping, PingRequest, Status, Update
 from rendezvous.types import Member
 
 TIMING = Timing(1.0, 10.0)
@@ -155,6 +155,51 @@ def test_refuted_rumour_about_oneself_makes_the_detector_more_patient() -> None:
     assert bench.detector.health == 1
     assert not any(isinstance(e, Send) and isinstance(e.message, PingRequest) for e in bench.tick(0.4))
     assert any(isinstance(e, Send) and isinstance(e.message, PingRequest) for e in bench.tick(0.81))
+
+
+def test_late_answers_make_the_detector_ask_less_and_wait_longer_until_a_round_is_answered_in_time() -> None:
+    bench = Bench("bc")
+
+    def answer_all(effects: list[Effect]) -> None:
+        for name in "bc":
+            bench.answer(name, effects)
+
+    asked = bench.tick(0.0)
+    bench.tick(0.4)
+    answer_all(asked)
+    assert bench.detector.health == 2
+    answer_all(bench.tick(1.0))
+    assert pinged(bench.tick(3.9)) == []
+    answer_all(bench.tick(4.0))
+    assert bench.detector.health == 1
+    assert pinged(bench.tick(5.9)) == []
+    answer_all(bench.tick(6.0))
+    assert bench.detector.health == 0
+
+
+def test_answer_after_the_suspicion_tells_that_this_node_is_slow() -> None:
+    bench = Bench("b")
+    asked = bench.tick(0.0)
+    bench.tick(0.4)
+    bench.tick(1.0)
+    assert bench.status("b") is Status.SUSPECT
+    bench.answer("b", asked)
+    assert bench.detector.health == 1
+    bench.answer("b", asked)  # a duplicate tells nothing
+    assert bench.detector.health == 1
+
+
+def test_slow_node_does_not_send_its_suspicion_to_everybody() -> None:
+    for health, told in ((0, ["c", "d"]), (1, [])):
+        bench = Bench("bcd")
+        bench.detector.health = health
+        asked = bench.tick(0.0)
+        for name in "cd":
+            bench.answer(name, asked)
+        bench.tick(0.8)
+        effects = bench.tick(2.0)
+        assert bench.status("b") is Status.SUSPECT
+        assert [e.to.name for e in effects if isinstance(e, Send) and e.to and isinstance(e.message, Gossip)] == told
 
 
 def test_silent_member_goes_on_being_probed_so_that_a_healed_link_is_noticed() -> None:

@@ -136,6 +136,13 @@ def test_independent_accusers_are_counted_and_the_same_one_is_no_news() -> None:
     assert suspicion.since_s == 1.0
 
 
+def test_more_accusers_than_count_are_no_news() -> None:
+    membership, _ = table()
+    membership.apply(news("b", A), 0.0)
+    assert all(membership.apply(news("b", S, origin=origin), 1.0) for origin in "cdef")
+    assert not membership.apply(news("b", S, origin="g"), 1.0)
+
+
 def test_first_hand_judgement_goes_to_every_live_member_at_once() -> None:
     membership, out = table()
     for name in "bcd":
