@@ -10,13 +10,16 @@ BIN := $(VENV)/bin
 IN_PARALLEL := -n auto --maxprocesses 4 --dist loadscope
 DEMO_ARGS := $(if $(filter-out 0,$(JSON)),--json) $(ARGS)
 
-.PHONY: demo test test-all lint bench docs clean venv
+.PHONY: demo test test-trainers test-all lint bench docs clean venv
 
 demo: $(VENV)/ready
 	@$(BIN)/python examples/demo.py $(DEMO_ARGS)
 
 test: $(VENV)/ready
-	@$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow and not soak and not slurm" $(ARGS)
+	@$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow and not soak and not slurm and not trainers" $(ARGS)
+
+test-trainers: $(VENV)/trainers
+	@$(BIN)/python -m pytest -m "trainers and not slow" tests/proc/test_trainers*.py $(ARGS)
 
 test-all: $(VENV)/ready
 	@$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)
@@ -40,6 +43,9 @@ venv: $(VENV)/ready
 $(VENV)/ready: pyproject.toml constraints.txt tools/venv.py
 	@command -v "$(PYTHON)" >/dev/null || { echo "p2pstate: no interpreter '$(PYTHON)'; name one: make demo PYTHON=python3.12" >&2; exit 1; }
 	@"$(PYTHON)" tools/venv.py $(VENV)
+
+$(VENV)/trainers: $(VENV)/ready constraints-trainers.txt
+	@"$(PYTHON)" tools/venv.py $(VENV) trainers
 
 clean:
 	rm -rf $(VENV) build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -6,27 +6,13 @@ What it leaves in --out is for comparing runs (outcome.py).
 import argparse
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
 
 import p2pstate
+from counting_data import Counting
 from outcome import save_final_state
 from p2pstate.integrations.huggingface import ReplicatedTrainer
-
-
-class Tokens(torch.utils.data.Dataset):
-    """Counting modulo a few numbers, from many beginnings: something that can be learned."""
-
-    def __init__(self, num_samples: int, length: int) -> None:
-        starts = torch.arange(num_samples)
-        self._rows = (starts[:, None] + torch.arange(length) * (1 + starts[:, None] % 5)) % 61
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return {"input_ids": self._rows[index], "labels": self._rows[index]}
 
 
 def main() -> None:
@@ -55,7 +41,9 @@ def main() -> None:
         report_to=[],
         disable_tqdm=True,
     )
-    trainer = ReplicatedTrainer(model=model, args=training, train_dataset=Tokens(240, 24), eval_dataset=Tokens(16, 24))
+    trainer = ReplicatedTrainer(
+        model=model, args=training, train_dataset=Counting(240, 24), eval_dataset=Counting(16, 24)
+    )
     set_seed(1000 + dist.get_rank())  # dropout differs from rank to rank
     trainer.train()
     optimizer = trainer.optimizer.optimizer

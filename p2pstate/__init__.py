@@ -181,6 +181,7 @@ Layout, from the top down (a file imports only what stands above it):
     integrations/huggingface.py  their Trainer, with its steps in a Replicator
     integrations/tensorboard.py
     integrations/mlflow.py
+    integrations/lightning.py    Lightning's, with a callback
     cli.py                  p2prun, p2pstate
 End of layout.
 """

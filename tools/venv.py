@@ -4,6 +4,9 @@ In: the interpreter that runs this file; pyproject.toml and constraints.txt. Out
 p2pstate (editable), its dependencies and its development tools, and in it a file `ready`, written last. An interpreter
 that already has a suitable torch lends it (a line in a .pth file); otherwise torch is installed, pinned. Every refusal
 is one sentence and exit code 1. The syntax here stays old, so that an old Python gets its sentence too.
+
+`PYTHON tools/venv.py .venv trainers` adds the trainers of other projects to one that is ready, with the versions of
+constraints-trainers.txt, and writes a file `trainers`.
 """
 
 import importlib.util
@@ -72,9 +75,22 @@ def run(*command):
         refuse("this failed, see above: " + " ".join(command))
 
 
+def add_trainers(target):
+    constraints = os.path.join(target, "constraints.txt")  # there is one where torch is lent
+    if not os.path.exists(constraints):
+        constraints = os.path.join(ROOT, "constraints.txt")
+    pip = [os.path.join(target, "bin", "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    more = os.path.join(ROOT, "constraints-trainers.txt")
+    run(*pip, "-c", constraints, "-c", more, "-e", ".[huggingface,lightning]")
+    open(os.path.join(target, "trainers"), "w").close()
+
+
 def main():
     check_platform()
     target = os.path.abspath(sys.argv[1])
+    if sys.argv[2:] == ["trainers"]:
+        add_trainers(target)
+        return
     torch_dir = suitable_torch()
     run(sys.executable, "-m", "venv", "--clear", target)
     python = os.path.join(target, "bin", "python")

@@ -19,7 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, ReduceOp
 
 from p2pstate.groups import echo
 from p2pstate.groups.inner import Inner
@@ -139,7 +139,18 @@ class P2PGroup(ProcessGroup):
     # -- collectives
 
     def allreduce(self, *args: Any, **kwargs: Any) -> Any:
+        if len(args) == 2 and getattr(args[1], "reduceOp", None) == ReduceOp.AVG and _whole_numbers_on_cpu(args[0]):
+            return self._average(*args)
         return self._run("allreduce", echo.keep, args, kwargs)
+
+    def _average(self, tensors: list[torch.Tensor], options: Any) -> Any:
+        """gloo has no mean of whole numbers: their sum, divided as NCCL does."""
+        options.reduceOp = ReduceOp.SUM
+        self._run("allreduce", echo.keep, (tensors, options), {}).wait()
+        if not self._status.echoing:
+            for tensor in tensors:
+                tensor.div_(self.size(), rounding_mode="trunc")
+        return EchoWork(tensors)
 
     def allreduce_coalesced(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("allreduce_coalesced", echo.keep, args, kwargs)
@@ -295,6 +306,10 @@ class P2PGroup(ProcessGroup):
             queued = torch.cuda.current_stream(card).record_event()
             wait_on_host(queued.query, lambda: self._status.echoing, self.timeout.total_seconds())
         self.detach()
+
+
+def _whole_numbers_on_cpu(tensors: list[torch.Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" and not tensor.is_floating_point() for tensor in tensors)
 
 
 def _peer(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:

@@ -16,6 +16,7 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WITHIN_S = 180.0
 TRAINERS = [
     ("transformers", "train_huggingface.py", 60),  # four epochs of 15 steps, each of two micro-batches
+    ("lightning", "train_lightning.py", 40),  # six epochs of 6 steps and a part of one, each of two batches
     ("lightning", "train_fabric.py", 400),
 ]
 
@@ -49,6 +50,7 @@ def train(folder: Path, name: str, num_steps: int, fork_server: dict[str, str], 
     return folder / "out"
 
 
+@pytest.mark.trainers
 @pytest.mark.parametrize(("package", "name", "num_steps"), TRAINERS)
 def test_trainer_ends_with_the_same_bits_after_a_lost_rank_and_a_lost_node(
     tmp_path: Path, fork_server: dict[str, str], package: str, name: str, num_steps: int

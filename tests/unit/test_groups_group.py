@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from groups_in_processes import run_alone, run_ranks
 from torch import nn
-from torch.distributed import HashStore, ProcessGroup, Work
+from torch.distributed import AllreduceOptions, HashStore, ProcessGroup, Work
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -153,6 +153,22 @@ def test_group_collective_that_ends_well_is_the_inner_one() -> None:
     assert work.result() is tensors
     assert inner.calls == ["allreduce"]
     assert status.error is None
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_group_mean_of_whole_numbers_is_their_sum_divided_or_in_an_echo_the_own_value(lost: bool) -> None:
+    def add(tensors: list[torch.Tensor], options: AllreduceOptions) -> FakeWork:
+        assert options.reduceOp == dist.ReduceOp.SUM, "gloo refuses the mean of whole numbers"
+        tensors[0].add_(8)  # what the other rank has
+        return FakeWork()
+
+    group, _, _ = connected(raising(RuntimeError("connection closed by peer")) if lost else add)
+    options, tensors = AllreduceOptions(), [torch.tensor([3])]
+    options.reduceOp = dist.ReduceOp.AVG
+    work = group.allreduce(tensors, options)
+    assert work.wait()
+    assert work.result() is tensors
+    assert tensors[0].tolist() == ([3] if lost else [5])  # 11 / 2
 
 
 @pytest.mark.parametrize("when", ["at the call", "at the wait"])
