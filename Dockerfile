@@ -1,4 +1,4 @@
-# p2pstate, PyTorch and the examples, for a user without privileges. Derive your own image from it, or copy these lines.
+# p2pstate with its operator, PyTorch and the examples, for a user without privileges. Derive your own image from it, or copy these lines.
 #
 #     docker build -t registry.example.com/p2pstate:0.1.0 .
 #     docker build --build-arg TORCH_INDEX=URL -t registry.example.com/p2pstate:0.1.0 .
@@ -19,7 +19,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends tini && rm -rf 
     && useradd --uid 1000 --create-home --shell /usr/sbin/nologin p2pstate
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels \
     pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} 'torch>=2.10' \
-    && pip install --no-cache-dir /wheels/*.whl
+    && pip install --no-cache-dir "$(echo /wheels/*.whl)[operator]"
 WORKDIR /workspace
 COPY examples examples
 ENV PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1

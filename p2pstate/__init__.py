@@ -178,6 +178,15 @@ Layout, from the top down (a file imports only what stands above it):
     verdict.py              how a run ended
     operating.py            p2prun status, stop, assume-dead
     chaos.py                p2pstate chaos
+    operator/types.py       operator/: p2pstate-operator, for Kubernetes
+    operator/decide.py      pure: what to do about a run
+    operator/objects.py     pure: its Kubernetes objects
+    operator/reading.py     pure: objects -> values -> status
+    operator/cluster.py     the API server
+    operator/reconcile.py   one look at a run
+    operator/worker.py      which run to look at next
+    operator/command.py
+    operator/gone.py        the pods' fencing command
     integrations/huggingface.py  their Trainer, with its steps in a Replicator
     integrations/tensorboard.py
     integrations/mlflow.py

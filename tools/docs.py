@@ -74,10 +74,11 @@ def help_texts() -> Iterator[tuple[str, str]]:
     """(command, its help) of every program and every command of it, in the order in which each lists them."""
     from p2pstate.cli import main, p2prun
     from p2pstate.operating import OPERATING
+    from p2pstate.operator.command import main as operator
 
     programs: list[tuple[Callable[[Sequence[str]], int], tuple[str, ...]]] = [(p2prun, ("p2prun",))]
     programs += [(p2prun, ("p2prun", name)) for name in ("witness", *OPERATING)]
-    programs += [(main, ("p2pstate",))]
+    programs += [(main, ("p2pstate",)), (operator, ("p2pstate-operator",))]
     while programs:
         program, words = programs.pop(0)
         out = io.StringIO()

@@ -27,7 +27,7 @@ FOREIGN = {
     "docker": {"--build-arg"},
     "mypy": {"--strict"},
     "kind": {"--image"},
-    "kubectl": {"--for", "--timeout"},
+    "kubectl": {"--for", "--from-file", "--timeout"},
     "srun": {"--cpu-bind", "--kill-on-bad-exit", "--no-kill", "--wait"},
     "sbatch": {"--gpus-per-node", "--nodes", "--no-kill", "--signal"},
     "torchrun": {"--max-restarts", "--nnodes", "--nproc-per-node"}

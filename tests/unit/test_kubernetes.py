@@ -2,75 +2,28 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from kubernetes_models import check, find
 
 from p2pstate import errors
 from p2pstate.cli import _parser
 
 yaml = pytest.importorskip("yaml")
-models = pytest.importorskip("kubeflow_trainer_api.models", reason="kubeflow-trainer-api (extra dev) is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "kubernetes"
 VARIANTS = ["job", "jobset", "kubeflow"]
-KINDS = {
-    "Job": models.IoK8sApiBatchV1Job,
-    "JobSet": models.JobsetV1alpha2JobSet,
-    "Secret": models.IoK8sApiCoreV1Secret,
-    "Service": models.IoK8sApiCoreV1Service,
-    "TrainJob": models.TrainerV1alpha1TrainJob,
-    "TrainingRuntime": models.TrainerV1alpha1TrainingRuntime,
-}
-QUANTITY = re.compile(r"[0-9]+(\.[0-9]+)?(m|Ki|Mi|Gi|Ti)?")
 
 
 def objects(variant: str) -> list[dict[str, Any]]:
     files = yaml.safe_load((FOLDER / variant / "kustomization.yaml").read_text())["resources"]
     return [yaml.safe_load((FOLDER / variant / name).read_text()) for name in files]
-
-
-def find(value: Any, key: str) -> Iterator[Any]:
-    """Every value with this key, at any depth."""
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            if name == key:
-                yield inner
-            yield from find(inner, key)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from find(inner, key)
-
-
-def kept(given: Any, known: Any, where: str) -> None:
-    """The models drop keys that they do not know, and may add defaults."""
-    if isinstance(given, Mapping):
-        for key, value in given.items():
-            assert key in known, f"{where} has no key {key!r}"
-            kept(value, known[key], f"{where}.{key}")
-    elif isinstance(given, list):
-        for index, (left, right) in enumerate(zip(given, known, strict=True)):
-            kept(left, right, f"{where}[{index}]")
-    else:
-        assert given == known, where
-
-
-def check(value: Any) -> None:
-    """Validate an object; raises if a value has the wrong type or a key is one that the model does not know."""
-    plain = json.loads(json.dumps(value))
-    for resources in find(plain, "resources"):
-        for amounts in resources.values():
-            assert all(isinstance(amount, str) and QUANTITY.fullmatch(amount) for amount in amounts.values()), amounts
-        resources.clear()  # the models have no type for quantities
-    kept(plain, KINDS[plain["kind"]].model_validate(plain).to_dict(), plain["kind"])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
