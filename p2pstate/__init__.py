@@ -50,6 +50,9 @@ Layout, from the top down (a file imports only what stands above it):
     state/objects.py
     state/restore.py
     state/training_state.py
+    cards/card.py           cards/: a stream beside the training's, pinned memory
+    cards/pinning.py        slots that a card copies to
+    cards/gather.py         from a card to slots, while training goes on
     groups/nccl_settings.py  what torch is to do about NCCL errors
     groups/waiting.py       waits that end with the round
     groups/nccl.py          NCCL of one group, on one card

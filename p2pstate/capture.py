@@ -13,13 +13,14 @@ from __future__ import annotations
 import operator
 import os
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import torch
 
+from p2pstate.cards.gather import Gatherer
 from p2pstate.groups.transport import Body
 from p2pstate.live_body import LiveBody
 from p2pstate.redundancy import divide, is_held_elsewhere
@@ -69,9 +70,13 @@ class SlotPair:
     takes its place in the pair until the next time.
     """
 
-    def __init__(self, link: Link, part: Part, *, reserve: bool = False) -> None:
+    def __init__(
+        self, link: Link, part: Part, *, reserve: bool = False, on_map: Callable[[Slot], None] = lambda slot: None
+    ) -> None:
+        """``on_map``: called with every slot that is mapped here."""
         self._link = link
         self._part = part
+        self._on_map = on_map
         self._slots: list[Slot | None] = [None, None, None]
         self._pair = (0, 1)
         self._reserve = 2 if reserve else None
@@ -128,17 +133,31 @@ class SlotPair:
     def _map(self, index: int, num_bytes: int) -> Slot:
         fd = self._link.allocate(self._part, index, num_bytes)
         try:
-            return Slot(fd)
+            slot = Slot(fd)
         finally:
             os.close(fd)
+        self._on_map(slot)
+        return slot
 
 
 class Capturer:
     """Writes the parts of rank ``rank``. ``places[rank]`` tells which ranks are on one node."""
 
-    def __init__(self, link: Link, rank: int, places: Sequence[int], *, reserve: bool = False) -> None:
-        """``reserve``: slots can be set aside (see SlotPair)."""
+    def __init__(
+        self,
+        link: Link,
+        rank: int,
+        places: Sequence[int],
+        *,
+        reserve: bool = False,
+        gatherer: Gatherer | None = None,
+        on_map: Callable[[Slot], None] = lambda slot: None,
+    ) -> None:
+        """``reserve``: slots can be set aside (see SlotPair). ``gatherer``: for the leaves on a card, which it reads
+        once it is started; what :meth:`capture` returns is filled when that says so."""
         self._link = link
+        self._gatherer = gatherer
+        self._on_map = on_map
         self._reserve = reserve
         self._rank = rank
         self._places = tuple(places)
@@ -164,6 +183,8 @@ class Capturer:
         ``set_aside``: no later version is written over this one before the next that is set aside. ``num_readers``: of
         the own part, which then has no slot; the caller changes nothing before all have read it (see LiveBody).
         """
+        if self._gatherer is not None:
+            self._gatherer.begin()
         own: list[Leaf] = []
         shared: dict[tuple[int, ...], list[Leaf]] = {}
         for leaf in collected.leaves:
@@ -206,14 +227,18 @@ class Capturer:
     ) -> Image:
         pair = self._pairs.get(part)
         if pair is None:
-            pair = self._pairs[part] = SlotPair(self._link, part, reserve=self._reserve)
+            pair = self._pairs[part] = SlotPair(self._link, part, reserve=self._reserve, on_map=self._on_map)
         layout, tail = self._image(part, leaves, collected)
         needed = layout.num_bytes + len(tail)
         slot = pair.target(needed, keep)
         slot.begin()
         body = slot.body()
         if layout.num_bytes:
-            layout.write(leaves, torch.frombuffer(body, dtype=torch.uint8, count=layout.num_bytes))
+            region = torch.frombuffer(body, dtype=torch.uint8, count=layout.num_bytes)
+            if self._gatherer is None:
+                layout.write(leaves, region)
+            else:
+                self._gatherer.write(layout, leaves, region, slot)
         body[layout.num_bytes : needed] = tail
         return Image(part, slot, version, layout.num_bytes, len(tail), num_shared_sets)
 

@@ -11,11 +11,17 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
+from collections.abc import Callable
 
 from torch._C._distributed_c10d import PrefixStore
 
 from p2pstate.capture import Capturer
+from p2pstate.cards.card import Card
+from p2pstate.cards.gather import Gatherer
+from p2pstate.cards.pinning import Pinner
+from p2pstate.errors import P2PStateError, Retryable
 from p2pstate.groups.gate import Ballot
+from p2pstate.groups.nccl import WATCH, wait_on_host
 from p2pstate.groups.registry import GATE, REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.groups.waiting import ABANDON_AFTER_S
@@ -25,6 +31,7 @@ from p2pstate.replicas import Replicas
 from p2pstate.replicate import Shipper
 from p2pstate.saving import NOT_DUE, Saving
 from p2pstate.settings import Settings
+from p2pstate.slots import Slot
 from p2pstate.state import TrainingState
 from p2pstate.stats import ProtectionStats
 from p2pstate.types import Part, Version
@@ -36,6 +43,7 @@ __all__ = ["Protection"]
 FIRST_VERSION_WAIT_S = 30.0
 MAX_NAMES = 20  # of leaves, in an event
 LEAN_PATIENCE_S = 5.0  # how long a step waits for its state to be sent; then memory is taken for a copy
+LANDING_TIMEOUT_S = 600.0  # a copy from a card waits for all that was queued before it
 DRAIN_S = 0.5  # how long copies that are under way may still arrive after a fault
 
 
@@ -43,8 +51,14 @@ class Protection:
     """Used from the training thread only."""
 
     def __init__(
-        self, context: WorkerContext, state: TrainingState, settings: Settings, compare_timeout_s: float
+        self,
+        context: WorkerContext,
+        state: TrainingState,
+        settings: Settings,
+        compare_timeout_s: float,
+        card: Card | None = None,
     ) -> None:
+        """``card``: where the state is, when it is on one."""
         self.settings = settings
         self.replicas = Replicas(context.rank, settings.verify_replicas)
         self._compare_timeout_s = compare_timeout_s
@@ -54,7 +68,18 @@ class Protection:
         self.stats = ProtectionStats()
         policy = settings.checkpoint
         self._saving = Saving(context.link, policy, self.stats) if policy is not None else None
-        self._capturer = Capturer(context.link, context.rank, context.places, reserve=policy is not None)
+        self._card = card
+        self._gatherer = None if card is None else Gatherer(card, state.is_steady)
+        self._pinner = None if card is None else Pinner(card)
+        self._on_map = self._pinner.add if self._pinner is not None else _nothing
+        self._capturer = Capturer(
+            context.link,
+            context.rank,
+            context.places,
+            reserve=policy is not None,
+            gatherer=self._gatherer,
+            on_map=self._on_map,
+        )
         self._shipper = self._make_shipper()
         adapting = settings.every == "auto"
         self._course = Course(interval=Interval()) if adapting else Course(int(settings.every))
@@ -167,7 +192,7 @@ class Protection:
             self._written |= {Part.own(ward) for ward in self._context.wards}
             self._captured_since_vote = True
             prepare = self._capturer.prepare_reserves if self._saving is not None else None
-            self._shipper.ship(images, keep, transport, began, prepare)
+            self._shipper.ship(images, keep, transport, began, prepare, self._land(epoch))
             for image in images:
                 if image.live is not None:
                     image.live.settle(LEAN_PATIENCE_S, _is_over)
@@ -175,6 +200,37 @@ class Protection:
         self.stats.num_captured += 1
         self.stats.num_own_bytes = sum(image.num_bytes for image in images if image.part.kind == "own")
         self.stats.num_shared_bytes = sum(image.num_bytes for image in images if image.part.kind != "own")
+
+    def _land(self, epoch: int) -> Callable[[], None] | None:
+        """Start what is to come from the card; the result waits for it, on another thread."""
+        if self._gatherer is None or self._card is None or self._pinner is None:
+            return None
+        if self._context.lean:
+            self._card.finish_training()  # the own part is read from where it is
+        landing = self._gatherer.start()
+        self._pinner.start()
+
+        def land() -> None:
+            wait_on_host(landing.is_there, lambda: STATUS.error is not None, LANDING_TIMEOUT_S)
+            landing.finish()
+            WATCH.look()
+            # Whoever aborts records the error before: what came after the abort is garbage.
+            if STATUS.error is not None or STATUS.epoch != epoch:
+                raise Retryable("the state may have been copied after an error: this version is none")
+
+        return land
+
+    def fence(self) -> None:
+        """From here on the state may change: training waits on the card until what changes has been read."""
+        changed = self._gatherer.fence() if self._gatherer is not None else []
+        if changed and STATUS.error is None:
+            names = ", ".join(changed[:MAX_NAMES])
+            STATUS.fail(
+                P2PStateError(
+                    f"{names}: changed before optimizer.step(), while being copied from the card; this step is done "
+                    "again, and from now on they are copied before it begins"
+                )
+            )
 
     def _compare_replicas(self, epoch: int, step: int) -> None:
         """Do all that should hold the same bytes do so? At the beginning, what differs is shipped from now on."""
@@ -253,11 +309,15 @@ class Protection:
     def _make_shipper(self) -> Shipper:
         context = self._context
         self._pairing = context.buddies, context.wards
-        return Shipper(context.link, *self._pairing, self._shipping_failed, self.stats)
+        return Shipper(context.link, *self._pairing, self._shipping_failed, self.stats, self._on_map)
 
     def _shipping_failed(self, epoch: int, error: Exception) -> None:
         if STATUS.error is None and epoch == STATUS.epoch and self._context.in_loop:
             self._context.link.send("error", epoch=epoch, text=f"replication: {error}")
+
+
+def _nothing(slot: Slot) -> None:
+    """Slots need nothing more."""
 
 
 def _is_over() -> bool:

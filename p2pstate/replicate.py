@@ -46,6 +46,7 @@ class _Job:
     transport: Transport
     began: float  # monotonic seconds
     afterwards: Callable[[Sequence[Image]], None] | None
+    land: Callable[[], None] | None
 
 
 class Shipper:
@@ -58,12 +59,14 @@ class Shipper:
         wards: Sequence[int],
         on_error: Callable[[int, Exception], None],
         stats: ProtectionStats,
+        on_map: Callable[[Slot], None] = lambda slot: None,
     ) -> None:
+        """``on_map``: called with every slot for a ward that is mapped here."""
         self._stats = stats
         self._link = link
         self._buddies = tuple(buddies)
         self._on_error = on_error
-        self._ward_slots = {ward: SlotPair(link, Part.own(ward)) for ward in wards}
+        self._ward_slots = {ward: SlotPair(link, Part.own(ward), on_map=on_map) for ward in wards}
         self._changed = threading.Condition()
         self._job: _Job | None = None
         self._complete = OLDEST
@@ -83,15 +86,16 @@ class Shipper:
         transport: Transport,
         began: float,
         afterwards: Callable[[Sequence[Image]], None] | None = None,
+        land: Callable[[], None] | None = None,
     ) -> None:
         """Start on a version, whose capture began at ``began``. The one before must be done (see :meth:`wait`).
 
-        ``afterwards`` is called with the images once they have arrived, on the shipper's thread, before the version
-        counts as complete.
+        ``land`` returns once all its bytes are in their slots, and raises if they must not be used. ``afterwards`` is
+        called with the images once they have arrived, on the shipper's thread, before the version counts as complete.
         """
         with self._changed:
             assert self._job is None, "a version was captured while the one before it was still being shipped"
-            self._job = _Job(images, keep, transport, began, afterwards)
+            self._job = _Job(images, keep, transport, began, afterwards, land)
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> bool:
@@ -152,6 +156,8 @@ class Shipper:
             self._changed.notify_all()
 
     def _do(self, job: _Job, told: _Told) -> Version:
+        if job.land is not None:
+            job.land()
         own = next(image for image in job.images if image.part.kind == "own")
         shared: dict[Part, bytes] = {}
         for image in job.images:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from p2pstate.block import StepBlock
+from p2pstate.cards.card import CudaCard
 from p2pstate.description import Description, describe, leaf_groups
 from p2pstate.durable.remote import is_url
 from p2pstate.errors import ConfigError
@@ -155,7 +156,14 @@ class Replicator:
         _check_run(context, state, settings, recovery_timeout_s)
         context.copies = copies
         context.tell_copies()
-        protection = Protection(context, state, settings, compare_timeout_s=group.timeout.total_seconds())
+        REGISTRY.card = card = _card_of(state)
+        protection = Protection(
+            context,
+            state,
+            settings,
+            compare_timeout_s=group.timeout.total_seconds(),
+            card=None if card is None else CudaCard(card),
+        )
         self._loop = Loop(
             context,
             state,
@@ -293,6 +301,15 @@ def _check_run(context: WorkerContext, state: TrainingState, settings: Settings,
     context.lean = decision.lean
     if decision.said and context.rank == 0:
         context.link.send("event", kind="lean", text=decision.said)
+
+
+def _card_of(state: TrainingState) -> torch.device | None:
+    """The card that the state is on. Raises ConfigError when there are several."""
+    cards = {leaf.tensor.device for leaf in state.collect().leaves if leaf.tensor.device.type == "cuda"}
+    if len(cards) > 1:
+        names = " and ".join(sorted(map(str, cards)))
+        raise ConfigError(f"the state of this process is on {names}: start one process for each card")
+    return next(iter(cards), None)
 
 
 def _default_group() -> P2PGroup:

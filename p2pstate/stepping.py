@@ -92,6 +92,7 @@ class Stepping:
         if self._rehearsing:
             block.boundary = True
             return None
+        self._protection.fence()
         if torch._C._current_graph_task_id() != NOT_IN_BACKWARD:
             self._step_in_backward(block, optimizer)
             return None

@@ -251,6 +251,7 @@ class Loop:
     def _run_hooks(self) -> bool:
         """See Replicator.every. False: a fault came meanwhile."""
         self.protection.capture_if_due(self._rounds.epoch, self.step)
+        self.protection.fence()
         try:
             self._hooks.run(self.step)
         except Exception as error:
@@ -359,6 +360,7 @@ class Loop:
             return False
         STATUS.trace.do(Doing.ENDING)
         self.protection.capture_if_due(self._rounds.epoch, self.step)
+        self.protection.fence()
         self.protection.drain(self._recovery_timeout_s)
         voted = self._stepping.ballot(END_OF_LOOP + self.step, boundary=False, ended=True, timeout_s=timeout_s)
         if voted is None or not self._save_last(voted):
@@ -406,6 +408,7 @@ class Loop:
             assert STATUS.error_at is not None
             METER.discarded(self._stepping.step_s, time.monotonic() - STATUS.error_at)
         self._discard_pending = False
+        self.protection.fence()
         self._feed.drop()
         self._forget_gradients()
         ended_at = -1 if self._ended_at is None else self._ended_at

@@ -93,9 +93,15 @@ class Layout:
 
         LeafError if a leaf is missing or has another dtype or shape than the layout says.
         """
-        sources = self._sources(leaves)
+        sources = self.sources(leaves)
         if not sources:
             return
+        views = self.places(region)
+        with torch.no_grad():
+            torch._foreach_copy_(views, sources)
+
+    def places(self, region: torch.Tensor) -> list[torch.Tensor]:
+        """Views of all leaves in a ``region`` that is written; what lies between them is zeroed at the first time."""
         key = (region.data_ptr(), region.numel())
         views = self._views.get(key)
         if views is None:
@@ -103,8 +109,7 @@ class Layout:
                 self._views.pop(next(iter(self._views)))
             self._zero_gaps(region)
             views = self._views[key] = list(self.read(region).values())
-        with torch.no_grad():
-            torch._foreach_copy_(views, sources)
+        return views
 
     def fits(self, leaves: Sequence[Leaf]) -> bool:
         """Whether exactly these leaves (in the order of their names) have this layout: then it can be used again."""
@@ -123,7 +128,8 @@ class Layout:
         """Forgets all views kept for ``write``, so that their regions' memory can go."""
         self._views.clear()
 
-    def _sources(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
+    def sources(self, leaves: Sequence[Leaf]) -> list[torch.Tensor]:
+        """The tensors of this layout's leaves, in its order. LeafError as :meth:`write`."""
         if len(leaves) != len(self.entries):
             by_name = {leaf.name: leaf for leaf in leaves}
             leaves = [by_name[e.name] for e in self.entries if e.name in by_name]

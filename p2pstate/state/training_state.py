@@ -83,6 +83,7 @@ class TrainingState:
         self._names: list[str] = []
         self._order: list[int] = []
         self._tied: dict[str, str] = {}
+        self._trained: set[str] = set()
         self.collect()
 
     def collect(self) -> Collected:
@@ -90,12 +91,16 @@ class TrainingState:
         collector = Collector(current_world().own)
         named: dict[int, tuple[str, Holders]] = {}
         frozen: list[str] = []
+        trained = {id(p) for o in self._live.optimizers for group in o.optimizer.param_groups for p in group["params"]}
+        self._trained.clear()
         for model in self._live.models:
             for name, tensor, holders in model.tensors():
                 named[id(tensor)] = (name, holders)
                 collector.add(name, tensor, holders)
                 if not tensor.requires_grad and isinstance(tensor, nn.Parameter):
                     frozen.append(name)
+                elif id(tensor) in trained:
+                    self._trained.add(name)
         extra_state = {
             name: collector.tree(module.get_extra_state(), name)
             for model in self._live.models
@@ -131,6 +136,16 @@ class TrainingState:
         """The leaves (or, of tensors made of several, the beginnings of their names) that are parameters."""
         named = (each for model in self._live.models for each in model.tensors())
         return {name for name, tensor, _ in named if isinstance(tensor, nn.Parameter)}
+
+    def is_steady(self, name: str) -> bool:
+        """Whether the leaf of this name should change in ``optimizer.step()`` only: a parameter that one of the
+        optimizers trains, or what that keeps for it."""
+        for optimizer in self._live.optimizers:
+            if name.startswith(f"{optimizer.prefix}/"):
+                return not name.startswith(f"{optimizer.prefix}/:")
+        while name and name not in self._trained:
+            name = name.rpartition("/")[0]  # of a tensor made of several its leaves are below its name
+        return bool(name)
 
     def stepped(self, optimizers: Collection[Optimizer]) -> None:
         """These took part in the newest step. The gradients of the others are accumulating, so they are captured."""

@@ -1,0 +1,121 @@
+"""One card, as far as copying from it goes: a stream beside the training's, marks on it, and pinned host memory.
+
+In: tensors on the card, memory of the host. Out: the same bytes there, once a mark has been reached. Nothing here waits
+on the host. :class:`Card` is the seam: what decides about order (gather.py) is tested with one that records.
+
+Invariant: whichever thread calls, the work goes to this card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from p2pstate.errors import P2PStateError
+
+__all__ = ["Card", "CudaCard", "Mark", "NotPinned"]
+
+_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: for every context of this process
+
+
+class NotPinned(P2PStateError):
+    """CUDA refused to pin memory: copies to it take about four times as long, and the host waits for them."""
+
+
+class Mark(Protocol):
+    """A place in the order of a stream."""
+
+    def query(self) -> bool:
+        """Whether everything before it has run."""
+        ...
+
+
+class Card(Protocol):
+    """``copies``: the stream of our own; ``training``: the calling thread's current stream."""
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is on this card."""
+        ...
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        """Memory on the card for the stream of copies."""
+        ...
+
+    def follow_training(self) -> None:
+        """What is queued on the stream of copies from now on runs after all that training has queued so far."""
+        ...
+
+    def pack(self, chunk: torch.Tensor, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Queue: zero ``chunk``, then copy each source to its place in it, with few kernels."""
+        ...
+
+    def fetch(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue: copy to host memory. The host waits only where that is not pinned."""
+        ...
+
+    def mark(self) -> Mark:
+        """After all copies queued so far."""
+        ...
+
+    def hold_training(self, mark: Mark) -> None:
+        """What training queues from now on runs after ``mark``."""
+        ...
+
+    def finish_training(self) -> None:
+        """Wait on the host until all that training has queued has run."""
+        ...
+
+    def pin(self, memory: torch.Tensor) -> None:
+        """Raises NotPinned."""
+        ...
+
+    def unpin(self, address: int) -> None:
+        """Of memory that was pinned, before it is unmapped."""
+        ...
+
+
+class CudaCard:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._copies = torch.cuda.Stream(device)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.device
+
+    def empty(self, num_bytes: int) -> torch.Tensor:
+        with torch.cuda.stream(self._copies):
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def follow_training(self) -> None:
+        self._copies.wait_stream(torch.cuda.current_stream(self.device))
+
+    def pack(self, chunk: torch.Tensor, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        with torch.cuda.stream(self._copies):
+            chunk.zero_()
+            torch._foreach_copy_(list(into), list(sources))
+
+    def fetch(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        with torch.cuda.stream(self._copies):
+            into.copy_(source, non_blocking=True)
+
+    def mark(self) -> Mark:
+        event: Mark = self._copies.record_event()
+        return event
+
+    def hold_training(self, mark: Mark) -> None:
+        torch.cuda.current_stream(self.device).wait_event(mark)  # type: ignore[arg-type]
+
+    def finish_training(self) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def pin(self, memory: torch.Tensor) -> None:
+        with torch.cuda.device(self.device):
+            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _REGISTER_PORTABLE))
+        if code:
+            raise NotPinned(f"cudaHostRegister refused {memory.nbytes} bytes (error {code})")
+
+    def unpin(self, address: int) -> None:
+        with torch.cuda.device(self.device):
+            torch.cuda.cudart().cudaHostUnregister(address)
