@@ -119,6 +119,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/events.py         what happened, as JSON lines
     observe/alone.py        the meter in any script
     agent/template.py       the process workers are forked from
+    agent/held.py           a process that may hold a rank
     agent/supervisor.py     the node's workers
     agent/pausing.py        letting workers finish their step
     agent/vitals.py         what the kernel says of a process
@@ -133,6 +134,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/resizing.py       on fewer nodes, and on as many as before
     agent/sentences.py      what a person reads
     agent/weaknesses.py
+    agent/round_state.py    how far the run has come, and whether it needs a round
     agent/rehearsals.py     spares that have run the script
     agent/requests.py       what workers ask of their agent
     agent/status.py         what an operator is told
@@ -142,6 +144,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/ranks.py          which process holds which rank, round by round
     agent/waiting.py        a node's patience
     agent/agent.py          rendezvous, vault and workers together
+    agent/attached.py       the workers of a torchrun node
     agent/companion.py      the vault of a torchrun node
     data/permutation.py     data/: p2pstate.data, which uses nothing of what stands above
     data/order.py

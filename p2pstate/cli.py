@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from p2pstate.agent.agent import Agent
+from p2pstate.agent.hang import DEFAULT_FLOOR_S
 from p2pstate.agent.job import Job
 from p2pstate.chaos import add_command as add_chaos_command
 from p2pstate.chaos import run_command as run_chaos_command
@@ -197,7 +198,7 @@ def _parser() -> argparse.ArgumentParser:
     node.add_argument(
         "--hang-floor",
         type=float,
-        default=3.0,
+        default=DEFAULT_FLOOR_S,
         metavar="S",
         help="a worker others wait for is replaced when nothing has happened in it for so long, and for ten times what "
         "its steps take; 0: never",

@@ -57,6 +57,7 @@ class NodeAgent:
         self._left_reason = ""
         self._done: dict[int, set[int]] = {}  # round -> places whose workers have all finished
         self._done_round = 0
+        self._waiting = ""  # why there is no view
         self._ending = False
         self.node = Node(config, self)
         self._server = LocalServer(self.node, self._on_local, self._on_local_closed)
@@ -106,7 +107,7 @@ class NodeAgent:
         return wanted, data
 
     def on_view(self, view: View) -> None:
-        self._view, self._place = view, view.place_of(self.node.key)
+        self._view, self._place, self._waiting = view, view.place_of(self.node.key), ""
         groups = {"training on": view.places, "spare": view.spares, "witness": view.witnesses}
         parts = [f"{text} {', '.join(member.name for member in group)}" for text, group in groups.items() if group]
         self.say(f"view {view.epoch} (round {view.round}): {'; '.join(parts)} ({view.reason})")
@@ -118,6 +119,7 @@ class NodeAgent:
             companion.on_view(view)
 
     def on_waiting(self, reason: str) -> None:
+        self._waiting = reason
         self.say(f"waiting: {reason}")
         self._tell("waiting", reason=reason)
 
@@ -128,11 +130,17 @@ class NodeAgent:
     def on_message(self, sender: MemberKey, kind: str, body: Any) -> None:
         if kind == "done" and isinstance(body, list) and len(body) == 2 and all(isinstance(n, int) for n in body):
             self._place_done(*body)
+        else:
+            for companion in self._companions:
+                companion.on_peer(sender, kind, body)
 
     def answer(self, kind: str, body: Any) -> Any:
         """What an operator outside the run asks (p2prun status, p2prun stop)."""
         if kind == "status":
-            return standing_of(self.node)
+            status = standing_of(self.node) | {"waiting": self._waiting}
+            for companion in self._companions:
+                status |= companion.status()
+            return status
         if kind == "stop" and isinstance(body, str):
             self.node.declare(Verdict(EXIT_STOPPED, f"stopped by an operator: {body}", self.node.key))
             return {"taken": True}

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from rendezvous.channel import Channel, Message
 from rendezvous.config import Config
 from rendezvous.node import Node
-from rendezvous.types import View
+from rendezvous.types import MemberKey, View
 
 GROUP = "rendezvous.agents"
 
@@ -43,11 +43,17 @@ class Companion(Protocol):
 
     def on_view(self, view: View) -> None: ...
 
+    def on_peer(self, sender: MemberKey, kind: str, body: Any) -> None:
+        """A message of another member that is not the agent's own business; perhaps nonsense."""
+
     def on_message(self, channel: Channel, message: Message) -> None:
         """From a process of this host that is not the launcher; `t` says what. TypeError, ValueError or KeyError for
         nonsense: its line is closed."""
 
     def on_closed(self, channel: Channel) -> None: ...
+
+    def status(self) -> dict[str, Any]:
+        """Joins what the agent answers to an operator who asks how the node is."""
 
     def close(self) -> None: ...
 

@@ -20,6 +20,7 @@ from p2pstate.agent.describing import describe_start, version_of
 from p2pstate.agent.draining import Draining
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.health import HealthFile
+from p2pstate.agent.held import Phase
 from p2pstate.agent.job import Job
 from p2pstate.agent.output import Writer
 from p2pstate.agent.pausing import Pausing
@@ -27,12 +28,11 @@ from p2pstate.agent.ranks import Ranks
 from p2pstate.agent.rehearsals import Rehearsals
 from p2pstate.agent.requests import Requests
 from p2pstate.agent.resizing import Resizing
-from p2pstate.agent.rounds import Progress, decide_start, num_places, progress_of, round_info
+from p2pstate.agent.rounds import Progress, decide_start, num_places, round_info
 from p2pstate.agent.saves import Saves
-from p2pstate.agent.sentences import Sentences
 from p2pstate.agent.serving import Gatherer, PageServer
-from p2pstate.agent.status import node_status
-from p2pstate.agent.supervisor import Phase, Supervisor, WorkerProcess, describe_status
+from p2pstate.agent.status import ranks_status
+from p2pstate.agent.supervisor import Supervisor, WorkerProcess, describe_status
 from p2pstate.agent.waiting import Waiting
 from p2pstate.agent.watchdog import Watchdog
 from p2pstate.agent.weaknesses import Weaknesses
@@ -44,6 +44,7 @@ from p2pstate.vault import Vault
 from rendezvous.channel import Message
 from rendezvous.config import Config
 from rendezvous.node import Node
+from rendezvous.standing import standing_of
 from rendezvous.types import EXIT_STOPPED, Change, Member, MemberChange, MemberKey, Verdict, View
 
 __all__ = ["Agent"]
@@ -73,22 +74,17 @@ class Agent:
         self._rehearsals = Rehearsals(self._supervisor, self.events, job)
         self._ranks = Ranks(self.node, self._supervisor, self.events, self._rehearsals, job, self)
         self._watchdog = Watchdog(
-            self.node,
-            self._supervisor,
-            floor_s=job.hang_floor_s,
-            on_hung=self._on_hung,
-            on_stuck=self._ranks.want_round,
-            on_slow=self._on_slow,
+            self.node, self._supervisor, self.events, floor_s=job.hang_floor_s, on_stuck=self._ranks.want_round
         )
         self._ranks.on_over = self._watchdog.over
         self._pausing = Pausing(self.node, self._supervisor)
         self._view: View | None = None
         self._saves = Saves(self.node, self._supervisor, self._vault, self.events, config.name)
-        self._draining = Draining(self.node, self._vault, self.events, self._saves, self._ranks.lineage, config.name)
+        lineage = self._ranks.state.lineage
+        self._draining = Draining(self.node, self._vault, self.events, self._saves, lineage, config.name)
         self._resizing = Resizing(self.node, config, self._draining, self._ranks.start_all_over)
-        self._requests = Requests(self.node, self._supervisor.tell, self._vault, self._ranks.lineage)
+        self._requests = Requests(self.node, self._supervisor.tell, self._vault, lineage)
         self._done_places: dict[int, set[int]] = {}  # round -> places whose workers have all finished
-        self._sentences = Sentences()
         self._early_deaths = 0
         self._weaknesses = Weaknesses(self.events)
         self._waiting = Waiting(self.node)
@@ -105,7 +101,6 @@ class Agent:
             "checkpoint": lambda worker, **target: self._saves.configure(**target),
             "save": lambda worker, version, final: self._saves.ready(worker, version, final, self._ranks.mine),
             "paused": self._pausing.over,
-            "event": self._on_event,
         }
         self._health = HealthFile(job.health_file, self.node, self._describe) if job.health_file else None
 
@@ -172,7 +167,7 @@ class Agent:
             state = "ended"
         elif self._view is not None and self._waiting.active:
             state = "waiting"
-        return {"node": self._name, "state": state, "step": self._ranks.known.step}
+        return {"node": self._name, "state": state, "step": self._ranks.state.known.step}
 
     # -- rendezvous.types.Application
 
@@ -181,7 +176,7 @@ class Agent:
 
     def progress(self) -> dict[str, Any]:
         """Heard by all members: even when every training node is gone, somebody knows that there was something."""
-        return self._ranks.known.table()
+        return self._ranks.state.known.table()
 
     def decide(
         self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
@@ -195,7 +190,6 @@ class Agent:
         self._waiting.end()
         self._view = view
         ranks = self._ranks
-        ranks.known = max(ranks.known, progress_of(view))
         start = str(view.data.get("start", Start.IN_PLACE))
         places, spares = [m.name for m in view.places], [m.name for m in view.spares]
         fields = {"epoch": view.epoch, "round": view.round, "places": places, "spares": spares, "start": start}
@@ -255,7 +249,9 @@ class Agent:
                 self._draining.heard(sender, body)
 
     def _status(self) -> dict[str, Any]:
-        return node_status(self.node, self._supervisor, self._vault, self._waiting.reason, self._weaknesses)
+        num_warm = sum(worker.rank is None for worker in self._supervisor.workers.values())
+        mine = ranks_status(self._supervisor.assigned(), num_warm, self._vault, self._weaknesses)
+        return standing_of(self.node) | mine | {"waiting": self._waiting.reason}
 
     def _snapshot(self) -> dict[str, Any]:
         """For pages, also those of other nodes."""
@@ -340,24 +336,8 @@ class Agent:
     def on_fork_failed(self, reason: str) -> None:
         self.events.emit("fork_failed", f"no new worker can be started at the moment: {reason}", reason=reason)
 
-    # -- what the watchdog finds
-
-    def _on_hung(self, worker: WorkerProcess, reason: str) -> None:
-        sentence = f"rank {worker.rank} (pid {worker.pid}) hangs and is replaced: {reason}"
-        self.events.emit("hang", sentence, rank=worker.rank, pid=worker.pid, reason=reason)
-
     def _injected(self, sentence: str, fields: Mapping[str, Any]) -> None:
         self.events.emit("chaos", sentence, **fields)
-
-    def _on_slow(self, rank: int, reason: str) -> None:
-        self.events.emit("straggler", f"rank {rank} is slow: {reason}", rank=rank, reason=reason)
-
-    def _on_event(self, worker: WorkerProcess, kind: str, **fields: Any) -> None:
-        if worker.rank is None:
-            return  # a rehearsal is no part of the run
-        sentence = self._sentences.of(kind, worker.rank, fields)
-        if sentence is not None:
-            self.events.emit(kind, sentence, rank=worker.rank, **fields)
 
     def _spare_ended(self, worker: WorkerProcess, cause: str) -> None:
         self._early_deaths += 1
@@ -413,7 +393,7 @@ class Agent:
     def _listen_for_progress(self) -> None:
         """Every now and then, remember the newest step that any member has told of."""
         for record in self.node.members().values():
-            self._ranks.known = max(self._ranks.known, Progress.of(record.progress))
+            self._ranks.state.known = max(self._ranks.state.known, Progress.of(record.progress))
         self.node.call_later(PROGRESS_INTERVAL_S, self._listen_for_progress)
 
     def _give_up_waiting(self, joining: bool, patience_s: float, reason: str) -> None:

@@ -1,8 +1,8 @@
 """The vault of a node whose workers torchrun starts: it lives in the node's agent process, which outlives them.
 
 In: the agent of ``torchrun --rdzv-backend=p2p`` (through the entry point ``rendezvous.agents``), messages of workers
-that use a :class:`Replicator`. Out: a place in the round for each of them, memory for their copies, and, after torchrun
-has started all workers anew, the word that they resume from it.
+that use a :class:`Replicator`. Out: a place in the round for each of them, memory for their copies, the end of one that
+hangs, and, after torchrun has started all workers anew, the word that they resume from it.
 
 Invariants: every round starts connected, and resumes as soon as any node has state; a rank's memory goes to a new
 process only after the one before has ended; a run whose state is lost ends with that verdict.
@@ -11,116 +11,124 @@ Limits: the number of nodes is fixed (``--nnodes N``; more wait as spares), and 
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from p2pstate.agent.attached import Attached, AttachedWorkers
 from p2pstate.agent.events import EventLog
+from p2pstate.agent.hang import DEFAULT_FLOOR_S
 from p2pstate.agent.output import Writer
 from p2pstate.agent.requests import Requests
-from p2pstate.agent.rounds import Progress, assignment, decide_restart, progress_of, round_info
-from p2pstate.agent.sentences import Sentences
+from p2pstate.agent.round_state import RoundState
+from p2pstate.agent.rounds import assignment, decide_restart, round_info
+from p2pstate.agent.status import ranks_status
+from p2pstate.agent.watchdog import Watchdog
 from p2pstate.agent.weaknesses import Weaknesses
 from p2pstate.errors import EXIT_STATE_LOST
-from p2pstate.types import OLDEST, RoundInfo, Start
+from p2pstate.trace import map_page, new_page
+from p2pstate.types import RoundInfo, Start
 from p2pstate.vault import Vault
 from rendezvous.channel import Channel, Message
 from rendezvous.companion import Host
-from rendezvous.processes import open_pidfd
-from rendezvous.types import Verdict, View
+from rendezvous.types import MemberKey, Verdict, View
 
-__all__ = ["VaultKeeper", "create"]
-
-ERROR_GRACE_S = 1.0  # an error without a death: torchrun sees a dead worker within a tenth of that
+__all__ = ["Settings", "VaultKeeper", "create"]
 
 
-@dataclass(slots=True, eq=False)
-class _Worker:
-    """A process that asked for its place in ``round``; it has one once ``info`` is set."""
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """``run_dir``: where events go, None for nowhere; ``hang_floor_s``: as ``p2prun --hang-floor``, 0 for nobody
+    looks."""
 
-    channel: Channel
-    pid: int
-    pidfd: int
-    round: int
-    rank: int
-    num_local: int
-    info: RoundInfo | None = None
+    run_dir: str | None = None
+    hang_floor_s: float = DEFAULT_FLOOR_S
+
+    @staticmethod
+    def from_env(env: Mapping[str, str]) -> Settings:
+        """P2PSTATE_RUN_DIR and P2PSTATE_HANG_FLOOR: torchrun has no options of ours. ValueError for what is none."""
+        text = env.get("P2PSTATE_HANG_FLOOR", str(DEFAULT_FLOOR_S))
+        try:
+            floor_s = float(text)
+        except ValueError:
+            floor_s = -1.0
+        if not 0 <= floor_s < float("inf"):
+            raise ValueError(f"P2PSTATE_HANG_FLOOR={text}: give seconds, or 0 to leave hung workers alone")
+        return Settings(env.get("P2PSTATE_RUN_DIR"), floor_s)
 
 
 def create(host: Host) -> VaultKeeper:
-    return VaultKeeper(host)
+    """ValueError for settings that cannot be understood."""
+    return VaultKeeper(host, Settings.from_env(os.environ))
 
 
 class VaultKeeper:
     """rendezvous.companion.Companion."""
 
-    def __init__(self, host: Host) -> None:
+    def __init__(self, host: Host, settings: Settings) -> None:
         self._host = host
         self._node = host.node
         self._name = host.config.name
         self._writer = Writer()
-        self._events = EventLog(self._name, os.environ.get("P2PSTATE_RUN_DIR"), self._writer, quiet=False)
-        self._sentences = Sentences()
+        self._events = EventLog(self._name, settings.run_dir, self._writer, quiet=False)
         self._vault = Vault(self._name)
-        self._lineage: dict[int, list[int]] = {}
-        self._requests = Requests[_Worker](
-            host.node, lambda worker, message, fds: host.tell(worker.channel, message, fds), self._vault, self._lineage
+        self._workers = AttachedWorkers(host, self._writer, self._on_ended)
+        self._state = RoundState(
+            host.node, self._events, want_round=self._want_round, state_lost=self._declare_state_lost
         )
-        self._workers: dict[Channel, _Worker] = {}
-        self._ending: list[_Worker] = []  # their lines are closed, they are not known to be dead
-        self._view: View | None = None
-        self._known = Progress(0, -1)
-        self._wants_round = ""
-        self._start_over = ""
+        self._requests = Requests[Attached](host.node, self._workers.tell, self._vault, self._state.lineage)
         self._weaknesses = Weaknesses(self._events)
+        self._watchdog = Watchdog(
+            host.node, self._workers, self._events, floor_s=settings.hang_floor_s, on_stuck=self._want_round
+        )
+        self._watchdog.start()
+        self._handlers = {
+            **self._requests.handlers,
+            **self._state.handlers,
+            "copies": lambda worker, copies, lean: self._weaknesses.on_copies(copies, lean),
+        }
 
     # -- rendezvous.companion.Companion
 
     def ballot(self) -> dict[str, Any]:
-        return {
-            "wants_round": self._wants_round,
-            "start_over": self._start_over,
-            "has_state": self._vault.has_state,
-            **self._known.table(),
-        }
+        return self._state.ballot() | {"has_state": self._vault.has_state}
 
     def decide(self, previous: View | None, ballots: Iterable[Mapping[str, Any]]) -> tuple[bool, dict[str, Any]]:
         return decide_restart(previous, ballots)
 
     def on_view(self, view: View) -> None:
-        new_round = self._view is None or view.round != self._view.round
-        self._view = view
-        self._known = max(self._known, progress_of(view))
-        if new_round:
-            self._wants_round = self._start_over = ""
-            if view.data.get("start") == Start.FRESH:
-                self._lineage[view.round] = list(OLDEST)  # what there was before counts no more
+        before = self._state.view
+        if self._state.on_view(view):
             self._events.emit("round", epoch=view.epoch, round=view.round, reason=view.reason)
-        elif self._wants_round:
-            self._node.propose(self._wants_round)  # decided from ballots that did not know yet
+            if before is not None:
+                self._watchdog.over(before.round)
         self._assign_places()
+
+    def on_peer(self, sender: MemberKey, kind: str, body: Any) -> None:
+        if kind in ("hang_ask", "hang_answer", "hung"):
+            with suppress(ValueError):  # of another version of this program
+                self._watchdog.receive(sender, kind, body)
 
     def on_message(self, channel: Channel, message: Message) -> None:
         kind = message.pop("t")
         if kind == "worker":
             self._on_worker(channel, **message)
             return
-        worker = self._workers[channel]
-        handler = self._requests.handlers.get(kind) or getattr(self, f"_on_{kind}", None)
+        worker = self._workers.of_channel(channel)
+        handler = self._handlers.get(kind)
         if handler is not None:  # what only p2prun's agent needs to hear is passed over
             handler(worker, **message)
 
     def on_closed(self, channel: Channel) -> None:
-        worker = self._workers.pop(channel, None)
-        if worker is not None:
-            self._ending.append(worker)
+        self._workers.closed(channel)
+
+    def status(self) -> dict[str, Any]:
+        return ranks_status(self._workers.assigned(), 0, self._vault, self._weaknesses)
 
     def close(self) -> None:
-        for worker in [*self._workers.values(), *self._ending]:
-            os.close(worker.pidfd)
+        self._workers.close()
         self._vault.close()
         self._events.close()
         self._writer.close()
@@ -141,97 +149,59 @@ class VaultKeeper:
                 f"{world_size} ranks on {config.num_nodes_max} nodes, and {num_local} of them on {self._name}: every "
                 "node has to start equally many (--nproc-per-node)"
             )
-        pidfd = open_pidfd(pid)
-        if pidfd is None:
-            return
         if problem:
             self._host.tell(channel, {"t": "refused", "reason": problem})
-            os.close(pidfd)
             return
-        self._workers[channel] = _Worker(channel, pid, pidfd, round, rank, num_local)
+        self._workers.add(channel, pid, round, rank, num_local)
         self._assign_places()
 
     def _assign_places(self) -> None:
-        view = self._view
+        view = self._state.view
         place = view.place_of(self._node.key) if view is not None else None
         if view is None or place is None:
             return
-        for worker in self._workers.values():
-            if worker.info is None and worker.round == view.round and self._is_free(worker):
-                self._assign(worker, view)
+        for worker in self._workers.waiting(view.round):
+            if self._workers.free(worker.asks, worker):
+                self._assign(worker, view, place)
 
-    def _assign(self, worker: _Worker, view: View) -> None:
+    def _assign(self, worker: Attached, view: View, place: int) -> None:
         start = str(view.data.get("start", Start.FRESH))
         info = round_info(view, start, self._host.config.run_id, worker.num_local)
-        if info.node_of(worker.rank) != self._name:
-            raise ValueError(f"rank {worker.rank} is not of this node in round {view.round}")
-        worker.info = info
+        if info.node_of(worker.asks) != self._name:
+            raise ValueError(f"rank {worker.asks} is not of this node in round {view.round}")
+        if not any(other.epoch == view.round for other in self._workers.assigned()):
+            self._begin(view, info, place)
+        worker.rank = worker.asks
         message = assignment(info, worker.rank, worker.num_local, fresh=True, aborted=False)
         message["seconds"] = self._events.ledger.of_rank(worker.rank)
-        self._host.tell(worker.channel, message)
+        try:
+            page = new_page()
+        except OSError:  # out of descriptors: nobody will notice if this one hangs
+            self._workers.tell(worker, message)
+        else:
+            worker.page = map_page(page)
+            self._workers.tell(worker, message, (page,))
+            os.close(page)
         fields = {"rank": worker.rank, "local_rank": message["local_rank"], "pid": worker.pid, "warm": False}
         self._events.emit("worker_started", **fields)
+
+    def _begin(self, view: View, info: RoundInfo, place: int) -> None:
+        """The first worker of this node has come to the round: only now is it known how many there are."""
+        self._watchdog.begin(view.round, [member.key for member in view.places], place, info.world_size)
         self._weaknesses.on_round(info)
 
-    def _is_free(self, worker: _Worker) -> bool:
-        """Whether nobody else can write into this rank's memory any more. Ends who still could, and asks again then."""
-        others = [w for w in [*self._workers.values(), *self._ending] if w.rank == worker.rank and w is not worker]
-        for other in others:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(other.pidfd, signal.SIGKILL)
-            if other not in self._ending:
-                self._ending.append(other)
-                self._workers.pop(other.channel, None)
-            self._node.add_reader(other.pidfd, lambda other=other: self._ended(other))  # type: ignore[misc]
-        return not others
-
-    def _ended(self, worker: _Worker) -> None:
-        self._node.remove_reader(worker.pidfd)
-        os.close(worker.pidfd)
-        self._ending.remove(worker)
-        self._events.emit("worker_exited", rank=worker.rank, pid=worker.pid, cause="ended by torchrun", node_alive=True)
+    def _on_ended(self, worker: Attached) -> None:
+        if worker.rank is not None:
+            cause = f"it hung: {worker.hung}" if worker.hung else "ended by torchrun or of its own"
+            self._events.emit("worker_exited", rank=worker.rank, pid=worker.pid, cause=cause, node_alive=True)
         self._assign_places()
 
-    # -- what workers say (see worker/link.py and steps.py)
-
-    def _on_copies(self, worker: _Worker, copies: int, lean: bool) -> None:
-        self._weaknesses.on_copies(copies, lean)
-
-    def _on_resumed(self, worker: _Worker, epoch: int, version: list[int]) -> None:
-        self._lineage[epoch] = version
-
-    def _on_error(self, worker: _Worker, epoch: int, text: str) -> None:
-        """A worker cannot go on. Mostly a peer has died, and torchrun is about to start everybody anew."""
-
-        def still_unexplained() -> None:
-            if self._is_current(epoch):
-                self._want_round(f"rank {worker.rank}: {text}")
-
-        if self._is_current(epoch):
-            self._node.call_later(ERROR_GRACE_S, still_unexplained)
-
-    def _on_start_over(self, worker: _Worker, epoch: int, start: str, reason: str) -> None:
-        if self._is_current(epoch):
-            self._start_over = start if start in (Start.FRESH, Start.RESTART) else Start.FRESH
-            self._want_round(reason)
-
-    def _on_state_lost(self, worker: _Worker, epoch: int, reason: str) -> None:
-        if self._is_current(epoch) and self._node.verdict is None:
-            text = f"the training state is lost: {reason}"
-            self._node.declare(Verdict(EXIT_STATE_LOST, text, self._node.key))
-
-    def _on_step(self, worker: _Worker, step: int, **fields: Any) -> None:
-        self._known = self._known.at(step)
-        self._events.emit("step", rank=worker.rank, step=step, **fields)
-
-    def _on_event(self, worker: _Worker, kind: str, **fields: Any) -> None:
-        sentence = self._sentences.of(kind, worker.rank, fields)
-        if sentence is not None:
-            self._events.emit(kind, sentence, rank=worker.rank, **fields)
-
-    def _is_current(self, epoch: int) -> bool:
-        return self._view is not None and self._view.round == epoch
+    # -- troubles
 
     def _want_round(self, reason: str) -> None:
-        self._wants_round = f"{self._name}: {reason}"
-        self._node.propose(self._wants_round)
+        self._state.wants_round = f"{self._name}: {reason}"
+        self._node.propose(self._state.wants_round)
+
+    def _declare_state_lost(self, text: str) -> None:
+        if self._node.verdict is None:
+            self._node.declare(Verdict(EXIT_STATE_LOST, text, self._node.key))

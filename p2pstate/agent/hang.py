@@ -23,6 +23,7 @@ from p2pstate.trace import JOIN, Doing, Operation, Sample
 from rendezvous.plain import count_from, flag_from, list_from, seconds_from, text_from
 
 __all__ = [
+    "DEFAULT_FLOOR_S",
     "FACTOR",
     "SLOW",
     "Evidence",
@@ -36,6 +37,7 @@ __all__ = [
     "where",
 ]
 
+DEFAULT_FLOOR_S = 3.0
 FACTOR = 10.0  # of a usual step: a straggler is slower by less
 SLOW = 0.3  # of what is allowed: worth saying
 BUSY_FACTOR = 3.0

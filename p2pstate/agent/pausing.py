@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from p2pstate.agent.supervisor import Phase, Supervisor, WorkerProcess
+from p2pstate.agent.held import Phase
+from p2pstate.agent.supervisor import Supervisor, WorkerProcess
 from p2pstate.worker.farewell import GRACE_S
 from rendezvous.node import Node
 

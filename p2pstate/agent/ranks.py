@@ -18,18 +18,19 @@ from typing import Any, Protocol
 
 from p2pstate.agent.budget import Budget
 from p2pstate.agent.events import EventLog
+from p2pstate.agent.held import Phase
 from p2pstate.agent.job import Job
 from p2pstate.agent.rehearsals import Rehearsals
-from p2pstate.agent.rounds import Progress, assignment, ranks_of, round_info
-from p2pstate.agent.supervisor import Failure, Phase, Supervisor, WorkerProcess
+from p2pstate.agent.round_state import RoundState
+from p2pstate.agent.rounds import assignment, ranks_of, round_info
+from p2pstate.agent.supervisor import Failure, Supervisor, WorkerProcess
 from p2pstate.errors import EXIT_RETRY, EXIT_STATE_LOST
-from p2pstate.types import NOTHING_RAISED, OLDEST, RoundInfo, Start
+from p2pstate.types import NOTHING_RAISED, RoundInfo, Start
 from rendezvous.node import Node
 from rendezvous.types import View
 
 __all__ = ["Ending", "Ranks"]
 
-ERROR_GRACE_S = 1.0  # an error without a death: give the detector of deaths the first word
 STAYING = {Start.IN_PLACE: (Phase.LOOP, Phase.ALONE), Start.RERUN: (Phase.RERUN,)}  # who keeps its process in a round
 
 
@@ -64,26 +65,26 @@ class Ranks:
         self._budget = Budget(job)
         self.info: RoundInfo | None = None  # the newest round
         self.place: int | None = None  # in it
-        self.known = Progress(0, -1)  # by what any member has told
-        self.lineage: dict[int, list[int]] = {}  # round -> the version it resumed
-        self._view: View | None = None
-        self._wants_round = ""  # why this node needs a new round; empty: it does not
-        self._start_over = ""  # types.Start that a worker's plan asks for
+        self.state = RoundState(
+            node,
+            events,
+            want_round=self.want_round,
+            state_lost=lambda text: ending.declare(EXIT_STATE_LOST, text),
+            is_over=lambda: self.round_is_over,
+        )
         self._aborted_round = 0
         self._raised: dict[int, tuple[int, str]] = {}  # by rank: what it raised last in a step
         self._some_finished = False  # a rank of this node has finished its script in this round
         self._loop_reached = False  # some rank of this node has trained since everybody started together
         self.handlers: dict[str, Callable[..., None]] = {
+            **self.state.handlers,
             "in_loop": self._in_loop,
             "rerunnable": self._rerunnable,
             "resumed": self._resumed,
             "loop_done": self._loop_done,
             "finished": self._finished,
             "failed": self._failed,
-            "error": self._error,
             "raised": self._on_raised,
-            "start_over": self._on_start_over,
-            "state_lost": self._state_lost,
             "step": self._step,
         }
 
@@ -112,39 +113,29 @@ class Ranks:
         """See rounds.decide_start."""
         phases = {worker.phase for worker in self._supervisor.assigned()}
         return {
-            "wants_round": self._wants_round,
-            "start_over": self._start_over,
+            **self.state.ballot(),
             # Ranks that are on their way into the loop, or have left it, cannot be joined in place.
             "outside": bool(phases & {Phase.FRESH, Phase.DONE, Phase.FINISHED}) or self._some_finished,
             "rerun": Phase.RERUN in phases,
-            **self.known.table(),
         }
 
     # -- rounds
 
     def on_view(self, view: View) -> bool:
         """Returns whether a new round begins with it: then :meth:`begin` has to follow."""
-        self._view = view
         self.place = view.place_of(self._node.key)
-        if self.info is None or view.round != self.info.epoch:
-            return True
-        if self._wants_round:
-            self._node.propose(self._wants_round)  # decided from ballots that did not know yet
-        return False
+        return self.state.on_view(view)
 
     def begin(self, view: View, start: str, waited_s: float) -> None:
         previous = self.info
         self.info = round_info(view, start, self._run_id, self._job.num_workers)
-        self._wants_round = self._start_over = ""
         if previous is not None:
             self.abort(previous.epoch, view.reason, tell_others=False)
         self._some_finished = False
         if start != Start.IN_PLACE:
             self._loop_reached = False
-        if start == Start.FRESH:
-            self.lineage[view.round] = list(OLDEST)  # what there was before counts no more
         first = previous is None or self.place is None
-        given_up = self._budget.round_begins(self.known.step, view.reason, time.monotonic(), first=first)
+        given_up = self._budget.round_begins(self.state.known.step, view.reason, time.monotonic(), first=first)
         if given_up:
             self._ending.declare(EXIT_RETRY, given_up)
             return
@@ -214,22 +205,22 @@ class Ranks:
             self._node.broadcast("abort", [round_, reason])
         for worker in self._supervisor.assigned():
             self._supervisor.tell(worker, {"t": "abort", "epoch": round_, "reason": reason})
-        if self._view is not None and self._view.round == round_ and self.place is not None:
+        if self.state.is_current(round_) and self.place is not None:
             # Workers that were freed wait for the next round: it must come, even if what ended this one heals.
-            self._wants_round = self._wants_round or reason
+            self.state.wants_round = self.state.wants_round or reason
             self._node.propose(reason)
 
     def want_round(self, reason: str) -> None:
         """This node needs another round, whatever the others think of the present one."""
         assert self.info is not None
-        self._wants_round = reason
+        self.state.wants_round = reason
         if self.round_is_over:
             self._node.propose(reason)
         self.abort(self.info.epoch, reason, tell_others=True)
 
     def start_all_over(self, reason: str) -> None:
         """All workers begin again, from disk, on whatever places the next view has."""
-        self._start_over = Start.FRESH
+        self.state.start_over = Start.FRESH
         self.want_round(reason)
 
     # -- the ends of workers
@@ -246,10 +237,10 @@ class Ranks:
         reason = f"rank {worker.rank} on {self._name} died: {cause}"
         if worker.failure is not None and worker.phase is Phase.ALONE:
             reason = f"rank {worker.rank} cannot start alone ({cause}): all workers start again together"
-            self._start_over = Start.RESTART
+            self.state.start_over = Start.RESTART
         elif worker.phase in (Phase.DONE, Phase.FINISHED):
             reason = f"rank {worker.rank} on {self._name} died after its loop: {cause}"
-            self._start_over = Start.RESTART
+            self.state.start_over = Start.RESTART
         used_up = self._budget.worker_replaced(reason)
         if used_up:
             self._ending.declare(EXIT_RETRY, used_up)
@@ -260,17 +251,15 @@ class Ranks:
     # -- what workers say (see worker/link.py and steps.py)
 
     def _in_loop(self, worker: WorkerProcess) -> None:
-        if worker.phase not in (Phase.ALONE, Phase.REHEARSING):  # they are once they have joined
-            worker.phase = Phase.LOOP
-            self._loop_reached = True
+        self.state.in_loop(worker)
+        self._loop_reached = self._loop_reached or worker.phase is Phase.LOOP
 
     def _rerunnable(self, worker: WorkerProcess) -> None:
         worker.phase = Phase.RERUN
 
     def _resumed(self, worker: WorkerProcess, epoch: int, version: list[int]) -> None:
-        worker.phase = Phase.LOOP
+        self.state.resumed(worker, epoch, version)
         self._loop_reached = True
-        self.lineage[epoch] = version
 
     def _loop_done(self, worker: WorkerProcess, step: int) -> None:
         worker.phase = Phase.DONE
@@ -282,18 +271,6 @@ class Ranks:
     def _failed(self, worker: WorkerProcess, code: int, text: str, innocent: bool) -> None:
         lines = text.strip().splitlines()
         worker.failure = Failure(code if 0 < code < 256 else 1, lines[-1] if lines else "no reason given", innocent)
-
-    def _error(self, worker: WorkerProcess, epoch: int, text: str) -> None:
-        """A worker cannot go on in its round although nobody is known to be dead."""
-        if self.info is None or epoch != self.info.epoch or self.round_is_over:
-            return
-        reason = f"rank {worker.rank}: {text}"
-
-        def still_unexplained() -> None:
-            if self.info is not None and self.info.epoch == epoch and not self._ending.ended:
-                self.want_round(reason)
-
-        self._node.call_later(ERROR_GRACE_S, still_unexplained)
 
     def _on_raised(self, worker: WorkerProcess, epoch: int, step: int, where: str, text: str, leaving: bool) -> None:
         """The user's code has raised in a step, which is discarded everywhere and tried again, once."""
@@ -308,20 +285,9 @@ class Ranks:
     def _raised_by(self, rank: int) -> tuple[int, str]:
         """What ended the step that is tried next."""
         raised = self._raised.get(rank, NOTHING_RAISED)
-        return raised if raised[0] > self.known.step else NOTHING_RAISED
-
-    def _on_start_over(self, worker: WorkerProcess, epoch: int, start: str, reason: str) -> None:
-        if self.info is not None and epoch == self.info.epoch:
-            self._start_over = start if start in (Start.FRESH, Start.RESTART) else Start.FRESH
-            self.want_round(reason)
-
-    def _state_lost(self, worker: WorkerProcess, epoch: int, reason: str) -> None:
-        if self.info is not None and epoch == self.info.epoch:
-            self._ending.declare(EXIT_STATE_LOST, f"the training state is lost: {reason}")
+        return raised if raised[0] > self.state.known.step else NOTHING_RAISED
 
     def _step(self, worker: WorkerProcess, step: int, protected: int | None, **fields: Any) -> None:
-        self.known = self.known.at(step)
-        worker.step, worker.protected, worker.told_at = step, protected, time.monotonic()
+        self.state.step(worker, step, protected, **fields)
         if worker.rank is not None and self.info is not None:
             self._rehearsals.on_step(worker.rank, self.info, self.mine)
-        self._events.emit("step", rank=worker.rank, step=step, protected=protected, **fields)

@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Iterable
 
 from p2pstate.agent.events import EventLog
+from p2pstate.agent.held import Phase
 from p2pstate.agent.job import Job
 from p2pstate.agent.rounds import assignment
-from p2pstate.agent.supervisor import Phase, Supervisor, WorkerProcess
+from p2pstate.agent.supervisor import Supervisor, WorkerProcess
 from p2pstate.types import RoundInfo
 
 __all__ = ["Rehearsals"]

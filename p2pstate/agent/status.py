@@ -1,30 +1,29 @@
 """What an operator is told about a node and its run: a plain table, and the same for a person.
 
-In: the node, its workers, its vault. Out: :func:`node_status`, answered to ``p2prun status``; :func:`describe` puts the
-answers of all nodes together. Seconds are ages, so that no two clocks are compared.
+In: a node's workers and vault. Out: :func:`ranks_status`, part of what is answered to ``p2prun status``;
+:func:`describe` puts the answers of all nodes together. Seconds are ages, so that no two clocks are compared.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from p2pstate.agent.supervisor import Supervisor
+from p2pstate.agent.held import RankProcess
 from p2pstate.agent.weaknesses import Weaknesses
 from p2pstate.vault import Vault
-from rendezvous.node import Node
-from rendezvous.standing import newest_view, standing_of
+from rendezvous.standing import newest_view
 
-__all__ = ["describe", "node_status"]
+__all__ = ["describe", "ranks_status"]
 
 Answers = Mapping[str, Mapping[str, Any]]  # by the name of the node
 
 
-def node_status(
-    node: Node, supervisor: Supervisor, vault: Vault, waiting: str, weaknesses: Weaknesses
+def ranks_status(
+    workers: Iterable[RankProcess], num_warm: int, vault: Vault, weaknesses: Weaknesses
 ) -> dict[str, Any]:
-    """rendezvous.standing.standing_of and, of this node: its ranks, warm processes, vault, what it waits for."""
+    """Of this node, beside rendezvous.standing.standing_of: its ranks, warm processes, vault."""
     now = time.monotonic()
     ranks: list[dict[str, Any]] = [
         {
@@ -36,13 +35,12 @@ def node_status(
             "protected": worker.protected,
             "told_s_ago": None if worker.told_at is None else now - worker.told_at,
         }
-        for worker in supervisor.assigned()
+        for worker in workers
     ]
-    return standing_of(node) | {
+    return {
         "ranks": sorted(ranks, key=lambda each: int(each["rank"] or 0)),
-        "num_warm": sum(worker.rank is None for worker in supervisor.workers.values()),
+        "num_warm": num_warm,
         "vault_bytes": vault.num_bytes,
-        "waiting": waiting,
         "weaknesses": list(weaknesses.told),
     }
 

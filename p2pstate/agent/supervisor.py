@@ -11,7 +11,6 @@ exactly once, after everything it said.
 from __future__ import annotations
 
 import contextlib
-import enum
 import os
 import signal
 import socket
@@ -21,31 +20,18 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from p2pstate.agent.held import Phase, RankProcess
 from p2pstate.agent.output import Writer
 from p2pstate.trace import map_page, new_page
 from rendezvous.channel import Channel, ChannelClosed, Message
 from rendezvous.node import Node
 
-__all__ = ["Failure", "Listener", "Phase", "Supervisor", "WorkerProcess", "describe_status"]
+__all__ = ["Failure", "Listener", "Supervisor", "WorkerProcess", "describe_status"]
 
 MAX_LINE_BYTES = 1 << 16
 EXIT_GRACE_S = 10.0
 FLUSH_INTERVAL_S = 0.02
 RETRY_FORK_S = 1.0
-
-
-class Phase(enum.Enum):
-    """How far a worker is."""
-
-    STARTING = "starting"  # forked, not ready yet
-    SPARE = "spare"  # ready, without a rank
-    FRESH = "fresh"  # runs the script connected, has not reached its loop
-    REHEARSING = "rehearsing"  # runs the script alone, or has, under a rank that another process still holds
-    ALONE = "alone"  # runs the script alone, has not joined yet
-    LOOP = "loop"  # in its training loop
-    RERUN = "rerun"  # in a function that can be called again
-    DONE = "done"  # has left its training loop at the agreed step
-    FINISHED = "finished"  # its script ended well
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,22 +44,11 @@ class Failure:
 
 
 @dataclass(slots=True, eq=False)
-class WorkerProcess:
-    pid: int
-    channel: Channel
-    phase: Phase = Phase.STARTING
-    rank: int | None = None
+class WorkerProcess(RankProcess):
     local_rank: int | None = None
     rehearses: int | None = None  # the rank it can take at once
     killed: bool = False  # from here
-    epoch: int = 0  # the newest round it was told
     failure: Failure | None = None
-    step: int = -1  # newest committed step that it told of, and when
-    protected: int | None = None
-    told_at: float | None = None  # monotonic seconds
-    page: memoryview | None = None  # what it does (see trace.py); None without a rank
-    hung: str = ""  # why it is being ended
-    ended: bool = False
     outputs: dict[int, bytearray] = field(default_factory=dict)
     log: int | None = None
 

@@ -18,10 +18,11 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Generic
 
+from p2pstate.agent.events import EventLog
 from p2pstate.agent.hang import SLOW, Evidence, Fault, allowed_s, is_busy, is_starved, judge, quiet_since, where
-from p2pstate.agent.supervisor import Phase, Supervisor, WorkerProcess
+from p2pstate.agent.held import Held, Phase, RankProcesses
 from p2pstate.agent.vitals import Vitals, describe_threads, python_stacks, vitals_of
 from p2pstate.trace import STACKS_SIGNAL, Doing, Sample, read
 from rendezvous.node import Node
@@ -76,24 +77,25 @@ class _Case:
     evidence: dict[int, Evidence] = field(default_factory=dict)
 
 
-class Watchdog:
-    """Used on the node's thread. ``on_hung`` is told when a worker is about to be ended; ``on_stuck`` that everybody
-    waits and nobody is to blame; ``on_slow`` that all others wait for a rank that is late, but may come."""
+class Watchdog(Generic[Held]):
+    """Used on the node's thread. Events: ``hang`` when a worker is about to be ended, ``straggler`` when all others
+    wait for a rank that is late, but may come. ``on_stuck`` is told that everybody waits and nobody is to blame.
+    """
 
     def __init__(
         self,
         node: Node,
-        supervisor: Supervisor,
+        processes: RankProcesses[Held],
+        events: EventLog,
         *,
         floor_s: float,
-        on_hung: Callable[[WorkerProcess, str], None],
         on_stuck: Callable[[str], None],
-        on_slow: Callable[[int, str], None],
     ) -> None:
         self._node = node
-        self._supervisor = supervisor
+        self._processes = processes
         self._floor_s = floor_s
-        self._on_hung, self._on_stuck, self._on_slow = on_hung, on_stuck, on_slow
+        self._events = events
+        self._on_stuck = on_stuck
         self._round = 0
         self._places: Sequence[MemberKey] = ()
         self._my_place: int | None = None
@@ -139,7 +141,7 @@ class Watchdog:
             for watch in self._watches.values():
                 watch.changed_at += held_up_s
             return  # the workers may have been held up as well: what they wrote since is seen next time
-        workers = [worker for worker in self._supervisor.assigned() if not worker.ended]
+        workers = [worker for worker in self._processes.assigned() if not worker.ended]
         pids = {worker.pid for worker in workers}
         self._watches = {pid: watch for pid, watch in self._watches.items() if pid in pids}
         for worker in workers:
@@ -152,7 +154,7 @@ class Watchdog:
             elif seen.evidence.lateness >= SLOW:
                 self._suspect(seen.evidence, now)
 
-    def _look(self, worker: WorkerProcess, now: float) -> _Seen | None:
+    def _look(self, worker: Held, now: float) -> _Seen | None:
         """None: it has ended, or writes nothing that can be understood (yet)."""
         assert worker.rank is not None
         vitals = vitals_of(worker.pid)
@@ -190,7 +192,7 @@ class Watchdog:
         )
         return _Seen(evidence, sample, vitals.state, allowed)
 
-    def _fault_of_its_own(self, worker: WorkerProcess, seen: _Seen, now: float) -> str:
+    def _fault_of_its_own(self, worker: Held, seen: _Seen, now: float) -> str:
         """Why this worker must be ended, whatever the others do; empty: nothing of the kind."""
         evidence, sample = seen.evidence, seen.sample
         doing = where(evidence.doing, evidence.step, evidence.expected)
@@ -230,7 +232,7 @@ class Watchdog:
 
     def _evidence(self) -> list[Evidence]:
         now = time.monotonic()
-        found = (self._look(worker, now) for worker in self._supervisor.assigned() if not worker.ended)
+        found = (self._look(worker, now) for worker in self._processes.assigned() if not worker.ended)
         return [seen.evidence for seen in found if seen is not None]
 
     def receive(self, sender: MemberKey, kind: str, body: Any) -> None:
@@ -276,21 +278,21 @@ class Watchdog:
         for rank, sentence in judgement.slow.items():
             if (rank, case.evidence[rank].step) not in self._said_slow:
                 self._said_slow.add((rank, case.evidence[rank].step))
-                self._on_slow(rank, sentence)
+                self._events.emit("straggler", f"rank {rank} is slow: {sentence}", rank=rank, reason=sentence)
         if judgement.stuck:
             self._on_stuck(judgement.stuck)
 
     # -- acting
 
     def _act(self, fault: Fault) -> None:
-        worker = self._supervisor.of_rank(fault.rank)
+        worker = self._processes.of_rank(fault.rank)
         if worker is None or worker.pid != fault.pid or worker.hung or self._over_round >= self._round:
             return
         seen = self._look(worker, time.monotonic())
         if seen is not None and seen.evidence.count == fault.count:
             self._end(worker, fault.sentence)
 
-    def _end(self, worker: WorkerProcess, sentence: str) -> None:
+    def _end(self, worker: Held, sentence: str) -> None:
         """Have its stacks written, then kill it."""
         assert worker.rank is not None
         assert worker.page is not None
@@ -298,22 +300,23 @@ class Watchdog:
         known, step = self._ranks[worker.rank], read(worker.page).step
         known.patience = known.patience * MORE_PATIENCE if step <= known.hung_at_step else MORE_PATIENCE
         known.hung_at_step = max(step, known.hung_at_step)
-        self._on_hung(worker, sentence)
-        self._supervisor.note(worker, f"p2pstate: this process is ended: {sentence}\n{describe_threads(worker.pid)}")
+        text = f"rank {worker.rank} (pid {worker.pid}) hangs and is replaced: {sentence}"
+        self._events.emit("hang", text, rank=worker.rank, pid=worker.pid, reason=sentence)
+        self._processes.note(worker, f"p2pstate: this process is ended: {sentence}\n{describe_threads(worker.pid)}")
         vitals = vitals_of(worker.pid)
         if vitals is not None and vitals.state == STOPPED:
             arguments = (worker,)
             threading.Thread(target=self._read_stacks, args=arguments, name="p2pstate-stacks", daemon=True).start()
         else:
-            self._supervisor.signal(worker, STACKS_SIGNAL)
-            self._node.call_later(STACKS_S, lambda: self._supervisor.kill(worker))
+            self._processes.signal(worker, STACKS_SIGNAL)
+            self._node.call_later(STACKS_S, lambda: self._processes.kill(worker))
 
-    def _read_stacks(self, worker: WorkerProcess) -> None:
+    def _read_stacks(self, worker: Held) -> None:
         text = python_stacks(worker.pid)
 
         def finish() -> None:
             if not worker.ended:
-                self._supervisor.note(worker, text)
-                self._supervisor.kill(worker)
+                self._processes.note(worker, text)
+                self._processes.kill(worker)
 
         self._node.call_soon_threadsafe(finish)

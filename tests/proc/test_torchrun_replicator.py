@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 from pathlib import Path
+from typing import Any
 
 from torchrun_cluster import ROOT, torchruns
 
-from cluster import Cluster
+from cluster import Cluster, EventReader
 from outcome import compare
+from p2pstate.agent.status import describe
+from p2pstate.operating import addresses_of
+from rendezvous.config import Config
+from rendezvous.operator import Line
+from rendezvous.zmq_transport import ZmqTransport
 
 NUM_RANKS = 2
 OPTIONS = ("--nproc-per-node", "1", "--max-restarts", "5", "--rdzv-conf", "last_call_timeout=0.5,timeout=60")
@@ -19,7 +27,16 @@ def script(out: Path, *more: str) -> list[str]:
     return [str(ROOT / "examples" / "train_gpt.py"), "--out", str(out), *small, *more]
 
 
-def test_run_whose_worker_and_whose_node_dies_resumes_from_memory_and_ends_bit_identical(
+def status(address: str, run_id: str) -> dict[str, Any]:
+    config = Config(run_id=run_id, name="tester", bind="127.0.0.1:0", contacts=(address,))
+    transport = ZmqTransport(config)
+    try:
+        return Line(config, transport).ask("status", None, 10.0, addresses_of)
+    finally:
+        transport.close(0.0)
+
+
+def test_run_whose_worker_hangs_and_whose_node_dies_resumes_from_memory_and_ends_bit_identical(
     tmp_path: Path, fork_server: dict[str, str]
 ) -> None:
     sizes = {"num_training": 2, "num_spares": 0, "num_workers": 1}
@@ -28,13 +45,28 @@ def test_run_whose_worker_and_whose_node_dies_resumes_from_memory_and_ends_bit_i
             assert node.process.wait(60.0) == 0, undisturbed.log_tails()
     folder = tmp_path / "torchrun"
     folder.mkdir()
-    kills = ["--kill", "5:1:in_step", "--kill", "10:0:backward:node"]
+    kills = ["--kill", "10:0:backward:node", "--pace", "0.1"]
     with torchruns(folder, "2", *OPTIONS, script=script(folder / "out", *kills)) as running:
-        running.start("a")
-        running.start("b")
-        assert running.codes("ab", timeout_s=120.0) == [0, 0]
+        settings = {"P2PSTATE_RUN_DIR": str(folder), "P2PSTATE_HANG_FLOOR": "1"}
+        running.start("a", **settings)
+        running.start("b", **settings)
+        reader, seen = EventReader(folder), list[dict[str, Any]]()
+
+        def heard(kind: str, **fields: object) -> list[dict[str, Any]]:
+            seen.extend(reader.new())
+            return [e for e in seen if e["event"] == kind and all(e.get(name) == v for name, v in fields.items())]
+
+        running.wait(lambda: heard("step", rank=1, step=3), "step 3")
+        os.kill(heard("worker_started", rank=1)[-1]["pid"], signal.SIGSTOP)
+        answers = status(running.endpoint.partition(",")[0], folder.name)
+        told = "\n".join(describe(answers))
+        for rank in range(NUM_RANKS):
+            assert re.search(rf"rank {rank}  pid \d+  loop, step \d+ committed", told), told
+        assert running.codes("ab", timeout_s=240.0) == [0, 0]
+        (hang,) = heard("hang")
         logs = running.log("a") + running.log("b")
-    assert (folder / "out" / "killed-5-1-in_step").exists()
+    assert hang["rank"] == 1
+    assert "stopped by a signal" in hang["reason"]
     assert (folder / "out" / "killed-10-0-backward-node").exists()
     comparison = compare(folder / "out", tmp_path / "expected", NUM_RANKS)
     assert comparison.identical, "\n".join([*comparison.differences, logs])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from p2pstate.agent.companion import VaultKeeper
+from p2pstate.agent.companion import Settings, VaultKeeper
 from p2pstate.agent.rounds import decide_restart
 from p2pstate.types import Start
 from rendezvous.config import Config
@@ -32,6 +33,13 @@ class FakeNode:
 
     def remove_reader(self, fd: int) -> None:
         del self.readers[fd]
+
+    def poll(self) -> list[tuple[int, int]]:
+        """What is readable of the readers."""
+        poller = select.poll()
+        for fd in self.readers:
+            poller.register(fd, select.POLLIN)
+        return poller.poll(10_000)
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
         self.later.append(callback)
@@ -71,7 +79,7 @@ def host() -> Host:
 
 @pytest.fixture
 def keeper(host: Host):
-    keeper = VaultKeeper(host)
+    keeper = VaultKeeper(host, Settings(hang_floor_s=0))
     yield keeper
     keeper.close()
 
@@ -113,8 +121,8 @@ def test_rank_goes_to_a_new_process_only_after_the_one_before_has_ended(
         keeper.on_message("new", worker(successor.pid, 1))
         assert host.told == []
         assert process.wait(10) == -9
-        for callback in list(host.node.readers.values()):
-            callback()
+        ((fd, _),) = host.node.poll()
+        host.node.readers[fd]()
         assert [(channel, message["t"]) for channel, message in host.told] == [("new", "assign")]
         successor.kill()
 
@@ -127,7 +135,7 @@ def test_run_that_cannot_be_protected_is_refused_with_the_reason(
     nnodes: tuple[int, int], changed: dict[str, int], words: str, process: Any
 ) -> None:
     host = Host(nnodes)
-    keeper = VaultKeeper(host)
+    keeper = VaultKeeper(host, Settings(hang_floor_s=0))
     keeper.on_view(host.view(1))
     keeper.on_message("w", worker(process.pid, 1, **changed))
     keeper.close()
@@ -168,3 +176,21 @@ def test_new_start_voids_what_was_known_before_also_from_those_who_have_not_hear
     assert (data["since"], data["step"]) == (3, -1)  # nothing to resume: anew once more
     _, data = decide_restart(fresh, [{"step": 7}, {"since": 2, "step": 3}])
     assert data == {"start": Start.RESTART, "since": 2, "step": 3}
+
+
+def test_status_tells_of_ranks_and_what_they_committed(host: Host, keeper: VaultKeeper, process: Any) -> None:
+    assert keeper.status()["ranks"] == []
+    keeper.on_view(host.view(1))
+    keeper.on_message("w", worker(process.pid, 1))
+    keeper.on_message("w", {"t": "in_loop"})
+    keeper.on_message("w", {"t": "step", "step": 7, "protected": 6})
+    (rank,) = keeper.status()["ranks"]
+    assert (rank["rank"], rank["pid"], rank["phase"], rank["step"], rank["protected"]) == (0, process.pid, "loop", 7, 6)
+
+
+@pytest.mark.parametrize("text", ["soon", "-1", "inf", "nan"])
+def test_bad_hang_floor_names_the_variable(text: str) -> None:
+    assert Settings.from_env({}).hang_floor_s > 0
+    assert Settings.from_env({"P2PSTATE_HANG_FLOOR": "0"}).hang_floor_s == 0
+    with pytest.raises(ValueError, match="P2PSTATE_HANG_FLOOR"):
+        Settings.from_env({"P2PSTATE_HANG_FLOOR": text})
