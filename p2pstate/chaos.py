@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from p2pstate.agent.chaos import ACTIONS, PHASES
+from p2pstate.agent.chaos import ACTIONS, NODE_ACTIONS, PARTITION_S, PHASES
 from p2pstate.errors import EXIT_CONFIG
 from p2pstate.operating import CommandRefused, add_operator, addresses_of, operator_line
 from rendezvous.operator import Line
@@ -31,7 +31,8 @@ SURVIVED_AFTER_STEPS = 2  # of all ranks, beyond the newest at the fault
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """``rank`` or ``node`` None: a random one. ``after_s`` and ``at_step``: not before both."""
+    """``rank`` or ``node`` None: a random one. ``after_s`` and ``at_step``: not before both. ``seconds``: how long a
+    partition lasts."""
 
     action: str
     rank: int | None = None
@@ -39,14 +40,16 @@ class Fault:
     phase: str | None = None
     after_s: float = 0.0
     at_step: int = 0
+    seconds: float = PARTITION_S
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """The job as its nodes tell. ``ranks``: rank -> (node, newest committed step); ``protected``: all ranks' newest
-    step is, up to one."""
+    """The job as its nodes tell. ``ranks``: rank -> (node, newest committed step); ``places``: the training nodes of
+    the newest view."""
 
     ranks: Mapping[int, tuple[str, int]]
+    places: Sequence[str]
     spares: Sequence[str]
     num_ranks: int
     ended: str
@@ -74,15 +77,15 @@ def standing_from(answers: Mapping[str, Mapping[str, Any]]) -> Standing:
     }
     per_node = max((len(answer.get("ranks", ())) for answer in answers.values()), default=0)
     ended = next((answer["verdict"]["text"] for answer in answers.values() if answer.get("verdict")), "")
-    return Standing(ranks, view["spares"] if view else [], per_node * len(places), ended)
+    return Standing(ranks, places, view["spares"] if view else [], per_node * len(places), ended)
 
 
 def draw(rng: random.Random, kinds: Sequence[str], standing: Standing, phases: Sequence[str | None]) -> Fault:
-    """A random fault that this job can survive: no node is killed while none is spare."""
-    possible = [kind for kind in kinds if kind != "node" or standing.spares] or ["kill"]
+    """A random fault that this job can survive: no node is killed or cut off while none is spare."""
+    possible = [kind for kind in kinds if kind not in NODE_ACTIONS or standing.spares] or ["kill"]
     kind = rng.choice(possible)
-    if kind == "node":
-        return Fault("node", node=rng.choice(sorted({node for node, _ in standing.ranks.values()})))
+    if kind in NODE_ACTIONS:
+        return Fault(kind, node=rng.choice(sorted({node for node, _ in standing.ranks.values()})))
     phase = rng.choice(list(phases)) if kind in ("kill", "stop") else None
     return Fault(kind, rank=rng.choice(sorted(standing.ranks)), phase=phase)
 
@@ -121,7 +124,9 @@ def add_command(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="which ranks, nodes and moments")
     parser.add_argument("--count", type=int, default=10, metavar="N", help="so many random faults")
     parser.add_argument("--every", type=float, default=5.0, metavar="S", help="at most this long between them")
-    parser.add_argument("--kinds", default="kill,stop,corrupt,node", metavar="LIST", help="of random faults")
+    parser.add_argument(
+        "--kinds", default="kill,stop,corrupt,node", metavar="LIST", help="of random faults; also: partition"
+    )
     parser.add_argument("--schedule", metavar="FILE", help="these faults in place of random ones")
     parser.add_argument("--survive-within", type=float, default=120.0, metavar="S", help="or the job has not gone on")
 
@@ -171,11 +176,12 @@ class _Session:
             if found is None or found.ended:
                 return self._failed(f"before fault {number}: " + (found.ended if found else "the job does not go on"))
             concrete = fault if schedule is not None else draw(self._rng, self._kinds, found, (None, *PHASES[1:4]))
-            problem = self._inject(number, concrete, found)
+            node, problem = self._inject(number, concrete, found)
             if problem:
                 return self._failed(problem)
-            goal = found.newest + SURVIVED_AFTER_STEPS
             at = time.monotonic()
+            held = self._wait_out(node, concrete.seconds, found) if concrete.action == "partition" else found
+            goal = held.newest + SURVIVED_AFTER_STEPS
             after = self._wait(lambda s, goal=goal: s.step >= goal, self._options.survive_within)  # type: ignore[misc]
             if after is None or (after.ended and after.step < goal):
                 return self._failed(
@@ -194,23 +200,30 @@ class _Session:
         for _ in range(self._options.count):
             yield Fault("", after_s=time.monotonic() - began + self._rng.random() * self._options.every)
 
-    def _inject(self, number: int, fault: Fault, standing: Standing) -> str:
-        """Returns what went wrong."""
+    def _wait_out(self, node: str, seconds: float, found: Standing) -> Standing:
+        """A partition: the others go on as before until they miss the node, and count it out if it lasts."""
+        until_s = time.monotonic() + seconds
+        held = self._wait(lambda s: node not in s.places or time.monotonic() >= until_s, 2 * seconds) or found
+        print(f"      {node} was " + ("back in time" if node in held.places else "counted out"), flush=True)
+        return held
+
+    def _inject(self, number: int, fault: Fault, standing: Standing) -> tuple[str, str]:
+        """Returns the node, and what went wrong."""
         rank = fault.rank
-        if fault.action != "node" and rank is None:
+        if fault.action not in NODE_ACTIONS and rank is None:
             rank = self._rng.choice(sorted(standing.ranks))
         nodes = {number: name for number, (name, _) in standing.ranks.items()}
         node = fault.node or (nodes.get(rank) if rank is not None else None)
         if node is None:
             node = self._rng.choice(sorted(set(nodes.values())))
-        request = {"action": fault.action, "rank": rank, "phase": fault.phase}
+        request = {"action": fault.action, "rank": rank, "phase": fault.phase, "seconds": fault.seconds}
         answer = self._line.ask_one(self._addresses.get(node, ""), "chaos", request, ANSWER_S)
         if answer is None:
-            return f"node {node} did not answer"
+            return node, f"node {node} did not answer"
         if "refused" in answer:
-            return f"node {node} refuses {request}: {answer['refused']}"
+            return node, f"node {node} refuses {request}: {answer['refused']}"
         print(f"{number:4}  {node}: {answer['done']}, at step {standing.newest}", flush=True)
-        return ""
+        return node, ""
 
     def _wait(self, enough: Callable[[Standing], bool], timeout_s: float) -> Standing | None:
         """The job's standing once it is enough, or the job has ended; None when time is over."""

@@ -25,6 +25,7 @@ core.py            all of it as step(event, now) -> effects
 discovery.py       where contacts come from
 transport.py       the network as one small interface
 zmq_transport.py   the real one
+cut_transport.py   one that can be silenced for a while
 operator.py        asking and telling a run from outside
 store_shard.py     one member's keys of one round
 store_router.py    which shard, and getting there

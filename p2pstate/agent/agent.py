@@ -43,9 +43,11 @@ from p2pstate.types import Start
 from p2pstate.vault import Vault
 from rendezvous.channel import Message
 from rendezvous.config import Config
+from rendezvous.cut_transport import CutTransport
 from rendezvous.node import Node
 from rendezvous.standing import standing_of
 from rendezvous.types import EXIT_STOPPED, Change, Member, MemberChange, MemberKey, Verdict, View
+from rendezvous.zmq_transport import ZmqTransport
 
 __all__ = ["Agent"]
 
@@ -66,11 +68,14 @@ class Agent:
         if job.otel:
             self.events.spans = IncidentSpans(config.run_id, config.name)
         self._vault = Vault(config.name)
-        self.node = Node(config, self)
+        cuttable = CutTransport(ZmqTransport(config)) if job.chaos else None
+        self.node = Node(config, self, transport=cuttable)
         self._supervisor = Supervisor(
             self.node, self, self._writer, name=config.name, run_dir=job.run_dir, quiet=job.quiet
         )
-        self._chaos = Chaos(self.node, self._supervisor, self._vault, self._injected) if job.chaos else None
+        self._chaos: Chaos | None = None
+        if cuttable is not None:
+            self._chaos = Chaos(self.node, cuttable, self._supervisor, self._vault, self._injected)
         self._rehearsals = Rehearsals(self._supervisor, self.events, job)
         self._ranks = Ranks(self.node, self._supervisor, self.events, self._rehearsals, job, self)
         self._watchdog = Watchdog(

@@ -1,7 +1,10 @@
 """Faults on request, on this node: what `p2pstate chaos` asks of an agent that was started with ``p2prun --chaos``.
 
-In: an action, a rank, perhaps a phase. Out: a signal, damaged bytes, or this node's end, and a sentence about it.
+In: an action, a rank, perhaps a phase. Out: a signal, damaged bytes, silence, or this node's end, and a sentence about
+it.
 Invariants: only processes and memory of this node's own run are touched; an agent without ``--chaos`` refuses.
+Limits: a partition cuts the agent off, which decides who trains; it needs no privileges, and leaves the connections
+between workers until the round that the others end without this node.
 """
 
 from __future__ import annotations
@@ -16,34 +19,47 @@ from p2pstate.agent.supervisor import Supervisor, WorkerProcess
 from p2pstate.slots import HEADER_BYTES
 from p2pstate.trace import Doing, read
 from p2pstate.vault import Vault
+from rendezvous.cut_transport import CutTransport
 from rendezvous.node import Node
 
-__all__ = ["ACTIONS", "PHASES", "Chaos", "change_bytes"]
+__all__ = ["ACTIONS", "NODE_ACTIONS", "PARTITION_S", "PHASES", "Chaos", "change_bytes"]
 
-ACTIONS = ("kill", "stop", "corrupt", "node")
+ACTIONS = ("kill", "stop", "corrupt", "node", "partition")
+NODE_ACTIONS = ("node", "partition")  # what a whole node suffers
 PHASES = tuple(doing.name.lower() for doing in Doing)
 POLL_S = 0.002
 PHASE_WAIT_S = 60.0
-NODE_ENDS_AFTER_S = 0.1  # so that the answer is heard
+PARTITION_S = 15.0  # longer than the others wait for a silent node
+MAX_PARTITION_S = 3600.0
+NODE_SUFFERS_AFTER_S = 0.1  # so that the answer is heard
 NUM_FLIPPED_BYTES = 16
 
 
 class Chaos:
     def __init__(
-        self, node: Node, supervisor: Supervisor, vault: Vault, tell: Callable[[str, Mapping[str, Any]], None]
+        self,
+        node: Node,
+        transport: CutTransport,
+        supervisor: Supervisor,
+        vault: Vault,
+        tell: Callable[[str, Mapping[str, Any]], None],
     ) -> None:
-        """``tell`` is called with each fault that was injected: what, in words, and in fields."""
+        """``transport``: the node's. ``tell`` is called with each fault that was injected: what, in words, and in
+        fields."""
         self._node = node
+        self._transport = transport
         self._supervisor = supervisor
         self._vault = vault
         self._tell = tell
 
     def answer(self, request: Any) -> dict[str, Any]:
-        """``{"action", "rank", "phase"}`` -> ``{"done": sentence}`` or ``{"refused": reason}``."""
+        """``{"action", "rank", "phase", "seconds"}`` -> ``{"done": sentence}`` or ``{"refused": reason}``."""
         try:
             action, rank, phase = request["action"], request.get("rank"), request.get("phase")
             if action not in ACTIONS or (phase is not None and phase not in PHASES):
                 return {"refused": f"no such action or phase: {action!r}, {phase!r}"}
+            if action == "partition":
+                return {"done": self._partition(float(request.get("seconds", PARTITION_S)))}
             return {"done": self._begin(action, rank, phase)}
         except (TypeError, KeyError, AttributeError):
             return {"refused": "not a request"}
@@ -52,7 +68,7 @@ class Chaos:
 
     def _begin(self, action: str, rank: Any, phase: str | None) -> str:
         if action == "node":
-            self._node.call_later(NODE_ENDS_AFTER_S, lambda: os.kill(os.getpid(), signal.SIGKILL))
+            self._node.call_later(NODE_SUFFERS_AFTER_S, lambda: os.kill(os.getpid(), signal.SIGKILL))
             return self._told("node", None, "this node's agent is killed, and its workers with it")
         if action == "corrupt":
             return self._corrupt(rank)
@@ -71,6 +87,12 @@ class Chaos:
 
         look()
         return f"rank {rank} (pid {worker.pid}) is watched until it is {phase}"
+
+    def _partition(self, seconds: float) -> str:
+        if not 0 < seconds <= MAX_PARTITION_S:
+            raise ValueError(f"a partition of {seconds:g} seconds: more than 0, at most {MAX_PARTITION_S:g}")
+        self._node.call_later(NODE_SUFFERS_AFTER_S, lambda: self._transport.cut(seconds))
+        return self._told("partition", None, f"this node neither hears nor is heard for {seconds:g} s")
 
     def _worker(self, rank: Any) -> WorkerProcess:
         worker = self._supervisor.of_rank(rank)

@@ -20,9 +20,7 @@ __all__ = ["describe", "ranks_status"]
 Answers = Mapping[str, Mapping[str, Any]]  # by the name of the node
 
 
-def ranks_status(
-    workers: Iterable[RankProcess], num_warm: int, vault: Vault, weaknesses: Weaknesses
-) -> dict[str, Any]:
+def ranks_status(workers: Iterable[RankProcess], num_warm: int, vault: Vault, weaknesses: Weaknesses) -> dict[str, Any]:
     """Of this node, beside rendezvous.standing.standing_of: its ranks, warm processes, vault."""
     now = time.monotonic()
     ranks: list[dict[str, Any]] = [

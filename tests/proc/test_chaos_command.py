@@ -19,7 +19,7 @@ from p2pstate.chaos import Fault, draw, read_schedule, standing_from
 
 TRAIN = str(ROOT / "examples" / "train_gpt.py")
 SMALL = ("--num-layers", "2", "--width", "64", "--context", "32", "--batch", "2")
-NUM_STEPS, NUM_RANKS = 80, 2
+NUM_STEPS, NUM_RANKS = 110, 2
 DEADLINE_S = 150.0
 
 
@@ -31,9 +31,11 @@ def chaos(*arguments: str) -> tuple[int, str]:
 
 
 def test_scheduled_faults_are_injected_survived_and_leave_no_trace(tmp_path: Path, fork_server: dict[str, str]) -> None:
-    shape = {"num_training": 2, "num_spares": 1, "num_workers": 1, "environ": fork_server}
+    shape = {"num_training": 2, "num_workers": 1, "environ": {**fork_server, "P2PSTATE_PRESET": "local"}}
     common = [TRAIN, "--steps", str(NUM_STEPS), *SMALL]
-    with Cluster(tmp_path / "undisturbed", [*common, "--out", str(tmp_path / "expected")], **shape) as undisturbed:
+    with Cluster(
+        tmp_path / "undisturbed", [*common, "--out", str(tmp_path / "expected")], num_spares=0, **shape
+    ) as undisturbed:
         deadline = time.monotonic() + DEADLINE_S
         while undisturbed.running():
             assert time.monotonic() < deadline, undisturbed.log_tails()
@@ -44,20 +46,29 @@ def test_scheduled_faults_are_injected_survived_and_leave_no_trace(tmp_path: Pat
         {"action": "kill", "rank": 1, "phase": "stepping", "at_step": 3},
         {"action": "corrupt", "rank": 0},
         {"action": "stop", "rank": 0},
+        {"action": "partition", "node": "node0", "seconds": 60},
         {"action": "node", "node": "node1"},
     ]
     schedule.write_text("# a comment\n" + "\n".join(map(json.dumps, faults)))
-    script = ["--chaos", "--hang-floor", "1", *common, "--out", str(tmp_path / "out")]
-    with Cluster(tmp_path / "run", script, **shape) as cluster:
+    script = ["--chaos", "--hang-floor", "1", *common, "--pace", "0.05", "--out", str(tmp_path / "out")]
+    with Cluster(tmp_path / "run", script, num_spares=2, **shape) as cluster:
         where = ["--run-id", "run", "--contacts", ",".join(node.address for node in cluster.nodes.values())]
         code, text = chaos("--schedule", str(schedule), "--timeout", "60", *where)
         assert code == 0, f"{text}\n{cluster.log_tails()}"
-        for words in ("is watched until it is stepping", "slots of shard 0", "SIGSTOP to rank 0", "agent is killed"):
+        for words in (
+            "is watched until it is stepping",
+            "slots of shard 0",
+            "SIGSTOP to rank 0",
+            "neither hears nor is heard",
+            "node0 was counted out",
+            "agent is killed",
+        ):
             assert words in text, text
-        assert "4 faults survived" in text
+        assert "5 faults survived" in text
         cluster.nodes["node1"].killed = True
         while cluster.running():
             assert time.monotonic() < deadline, cluster.log_tails()
+            cluster.dismiss_late()  # the node that is cut off
             time.sleep(0.02)
         assert set(cluster.exit_codes().values()) == {0}
     comparison = compare(tmp_path / "out", tmp_path / "expected", NUM_RANKS)
@@ -87,6 +98,7 @@ def test_random_faults_repeat_with_their_seed_and_kill_no_node_while_none_is_spa
     drawn = [[draw(random.Random(seed), kinds, standing, (None, "stepping")) for seed in range(40)] for _ in range(2)]
     assert drawn[0] == drawn[1]
     assert {fault.action for fault in drawn[0]} == {"kill", "stop", "corrupt"}
+    assert {draw(random.Random(seed), ["node", "partition"], standing, (None,)).action for seed in range(9)} == {"kill"}
     with_spare = standing_from(answers(["s"]))
     assert any(draw(random.Random(seed), kinds, with_spare, (None,)).action == "node" for seed in range(40))
     del standing.ranks[1]  # a rank without a process
@@ -97,7 +109,7 @@ def test_random_faults_repeat_with_their_seed_and_kill_no_node_while_none_is_spa
     ("line", "words"),
     [
         ("kill 1", "line 2"),
-        ('{"action": "explode"}', "kill, stop, corrupt, node"),
+        ('{"action": "explode"}', "kill, stop, corrupt, node, partition"),
         ('{"action": "kill", "phase": "sleeping"}', "stepping"),
         ('{"act": "kill"}', "unexpected keyword"),
     ],
