@@ -18,6 +18,7 @@ Layout, from the top down (a file imports only what stands above it):
     observe/ledger.py
     observe/reading.py
     observe/incidents.py
+    observe/skew.py         pure: who is waited for
     observe/history.py
     observe/svg.py
     observe/report.py       p2pstate report

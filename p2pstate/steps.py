@@ -213,6 +213,7 @@ class Loop:
         self._turn_open = False
         self._block_began = time.monotonic()
         STATUS.trace.do(Doing.STEPPING)
+        STATUS.trace.waits.take()
         METER.step_begins()
         self._stepping.begin(block, rehearsing=self._must_join)
 
@@ -317,6 +318,7 @@ class Loop:
             protected=protected.step if protected is not None and of_this_round else None,
             loss=float(value) if isinstance(value, int | float) else None,
             clock=METER.report(),
+            waited_s=round(STATUS.trace.waits.take(), 6),
             shipped_bytes=self.protection.stats.num_shipped_bytes,
         )
         if self._beyond is not None and step > self._beyond:

@@ -33,6 +33,7 @@ __all__ = [
     "Row",
     "Sample",
     "Trace",
+    "Waits",
     "map_page",
     "new_page",
     "read",
@@ -93,13 +94,37 @@ class Sample:
     operations: tuple[Operation, ...]
 
 
+class Waits:
+    """How long this process has waited for others: to the end of each operation, since the newest one began or was
+    waited for."""
+
+    __slots__ = ("_since", "_total_s")
+
+    def __init__(self) -> None:
+        self._since = self._total_s = 0.0
+
+    def begin(self) -> None:
+        self._since = time.monotonic()
+
+    def end(self) -> None:
+        now = time.monotonic()
+        self._total_s += now - self._since
+        self._since = now
+
+    def take(self) -> float:
+        """Seconds since the last time."""
+        total_s, self._total_s = self._total_s, 0.0
+        return total_s
+
+
 class Row:
     """The operations of one group, one at a time, from whichever thread calls them."""
 
-    __slots__ = ("_base", "_before", "_entered", "_words")
+    __slots__ = ("_base", "_before", "_entered", "_waits", "_words")
 
-    def __init__(self, words: memoryview | None = None, base: int = 0) -> None:
+    def __init__(self, words: memoryview | None = None, base: int = 0, waits: Waits | None = None) -> None:
         self._words = words
+        self._waits = waits or Waits()
         self._base = base
         self._entered = 0  # in all rounds
         self._before = 0  # of these, in earlier rounds
@@ -114,6 +139,7 @@ class Row:
     def enter(self, name: str) -> int:
         """Returns what to :meth:`leave` it by."""
         self._entered += 1
+        self._waits.begin()
         words, base = self._words, self._base
         if words is not None:
             words[base + _OPERATION], words[base + _OPERATION + 1] = _words_of(name, 2)
@@ -127,6 +153,7 @@ class Row:
         if words is not None and number > words[self._base + _LEFT]:
             words[self._base + _LEFT] = number
             words[_COUNT] += 1
+            self._waits.end()
 
     @contextmanager
     def inside(self, name: str) -> Iterator[None]:
@@ -143,6 +170,7 @@ class Trace:
     def __init__(self, page: memoryview | None = None) -> None:
         self._words = memoryview(bytearray(PAGE_BYTES)).cast("Q") if page is None else page
         self._rows: dict[str, Row] = {}
+        self.waits = Waits()
         self._turns: deque[float] = deque(maxlen=NUM_TURNS)
         self._committed_at: float | None = None
 
@@ -152,7 +180,7 @@ class Trace:
         if row is None:
             index = len(self._rows)
             base = _FIRST_ROW + index * _ROW_WORDS
-            row = self._rows[key] = Row(self._words if index < MAX_ROWS else None, base)
+            row = self._rows[key] = Row(self._words if index < MAX_ROWS else None, base, self.waits)
             if index < MAX_ROWS:
                 _put(self._words, base + _KEY, _words_of(key, _NAME_WORDS))
                 self._words[_NUM_ROWS] = index + 1

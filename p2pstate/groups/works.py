@@ -102,6 +102,7 @@ class GuardedWork(Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not timeout:  # C++ callers say "no timeout" with zero
             timeout = None
+        self._status.trace.waits.begin()
         try:
             if self._stubborn:
                 work, args = self._work, () if timeout is None else (timeout,)

@@ -12,6 +12,7 @@ from typing import Any
 from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.incidents import Incident, find_incidents
 from p2pstate.observe.ledger import Ledger
+from p2pstate.observe.skew import Skew, skews_of
 
 __all__ = ["History", "Slice", "Step", "make_history"]
 
@@ -50,6 +51,7 @@ class History:
     incidents: Sequence[Incident]
     slices: Sequence[Slice]
     steps: Sequence[Step]
+    skews: Sequence[Skew]
     starts: Mapping[str, Event]  # of each node the newest agent_started
     verdict: Event | None
 
@@ -91,6 +93,7 @@ def make_history(events: Sequence[Event]) -> History:
         incidents=find_incidents(events),
         slices=[part for event in events if "clock" in event for part in _slices(event)],
         steps=[_step(event) for event in events if event["event"] == "step"],
+        skews=skews_of(events),
         starts={str(event["node"]): event for event in events if event["event"] == "agent_started"},
         verdict=verdicts[-1] if verdicts else None,
     )

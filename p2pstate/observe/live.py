@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 from p2pstate.observe.incidents import Incident, IncidentFinder
 from p2pstate.observe.ledger import Ledger
+from p2pstate.observe.skew import Windows
 
 __all__ = ["FETCH_BUCKETS_S", "LiveRun"]
 
@@ -40,11 +42,13 @@ class LiveRun:
             dict
         )  # by rank: when recent steps were committed
         self._lags_s: dict[int, float] = {}  # by rank
+        self._windows = Windows()
         self._fetches: deque[float] = deque(maxlen=MAX_FETCHES)
         self._recent: deque[tuple[float, Mapping[str, float]]] = deque()  # of the last hour
 
     def add(self, event: Mapping[str, Any]) -> None:
         self._finder.add(event)
+        self._windows.add(event)
         kind = event["event"]
         if "clock" in event:
             self._recent.append((float(event["t"]), event["clock"]["seconds"]))
@@ -94,6 +98,13 @@ class LiveRun:
         return max(self._lags_s.values(), default=None)
 
     @property
+    def own_step_s(self) -> Mapping[tuple[str, ...], float]:
+        """Of the slowest and the fastest rank, in the newest window of steps; empty: not known yet."""
+        loads = self._windows.loads.get(max(self._windows.loads, default=0), {})
+        means = [load.own_s / load.num_steps for load in loads.values()]
+        return {("slowest",): max(means), ("fastest",): min(means)} if means else {}
+
+    @property
     def incidents(self) -> Sequence[Incident]:
         return self._finder.incidents
 
@@ -118,6 +129,11 @@ class LiveRun:
             "fetch_p95_s": fetches[int(0.95 * (len(fetches) - 1))] if fetches else None,
             "on_disk": None if self._saved is None else {"step": self._saved[0], "s_ago": now - self._saved[1]},
             "slow": [[rank, reason] for rank, (t, reason) in sorted(self._slow.items()) if t >= now - NOW_S],
+            "loads": [
+                [first, rank, *astuple(load)]
+                for first, loads in self._windows.loads.items()
+                for rank, load in loads.items()
+            ],
             "incidents": [_told(incident, now) for incident in self.incidents[-MAX_INCIDENTS:]],
             "num_incidents": len(self.incidents),
         }

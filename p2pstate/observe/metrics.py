@@ -52,6 +52,9 @@ class _Collector:
             ("kind",),
             live.verification_failures,
         )
+        if live.own_step_s:
+            text = "What a step takes this node's slowest and fastest rank without waiting for others."
+            yield _gauges("own_step_seconds", text, ("of",), live.own_step_s)
         yield self._fetches()
         yield from self._of_status()
 

@@ -114,7 +114,8 @@ def _explanation(run: Mapping[str, Any]) -> str:
 
 def _notes(run: Mapping[str, Any]) -> list[str]:
     notes = [f"Waiting: {text}" for text in run["waiting"]] + [f"Weak: {text}" for text in run["weaknesses"]]
-    return notes + [f"Rank {rank} is slow: {reason}" for rank, reason in run["slow"]]
+    notes += [f"Rank {rank} is slow: {reason}" for rank, reason in run["slow"]]
+    return notes + [f"Rank {rank} is starved: {reason}" for rank, reason in run["starved"]]
 
 
 def _tiles(run: Mapping[str, Any]) -> str:
@@ -135,6 +136,11 @@ def _tiles(run: Mapping[str, Any]) -> str:
     tiles.append(("spare nodes", str(len(spares)), ", ".join(spares[:4])))
     if run["fetch_p95_s"] is not None:
         tiles.append(("wait for a batch", f"{1000 * run['fetch_p95_s']:.0f} ms", "95 of 100 take less"))
+    skew = run["skew"]
+    if skew is not None:
+        text = f"{skew['fastest_s']:.2f} to {skew['slowest_s']:.2f} s"
+        note = f"a step's own work: rank {skew['fastest']} fastest, rank {skew['slowest']} slowest"
+        tiles.append(("rank skew", text, note))
     if run["on_disk"] is not None:
         tiles.append(("step on disk", str(run["on_disk"]["step"]), f"for {run['on_disk']['s_ago']:.0f} s"))
     drawn = "".join(

@@ -18,6 +18,7 @@ from p2pstate.observe.history import History, Slice, Step
 __all__ = ["as_html"]
 
 MAX_RANKS = 64
+MAX_ROWS = 50
 NUM_CELLS = 120  # of a timeline
 
 STYLE = """
@@ -41,6 +42,7 @@ def as_html(history: History, title: str) -> str:
         ("Failures", _incidents(history)),
         ("Every rank over time", _timeline(history)),
         ("Steps", _steps(history)),
+        ("Rank skew", _skew(history)),
         ("Configuration and environment", _starts(history)),
     ]
     body = "".join(f"<h2>{escape(name)}</h2>{content}" for name, content in sections)
@@ -161,6 +163,27 @@ def _steps(history: History) -> str:
     times = {"longest useful step": largest("useful_s"), "longest wait for a batch": largest("fetch_s")}
     lag = {"steps that are committed and not yet protected, at most": largest("lag")}
     return svg.lines(times, "s") + svg.lines(lag, "steps", height=90)
+
+
+def _skew(history: History) -> str:
+    """Over the run's steps: what a step takes the slowest and the fastest rank without waiting for others."""
+    if not history.skews:
+        return "<p>Not measured: it takes two ranks.</p>"
+    last = history.skews[-1].last_step
+    series = {
+        "slowest rank": [(skew.last_step / last, skew.slowest_s) for skew in history.skews],
+        "fastest rank": [(skew.last_step / last, skew.fastest_s) for skew in history.skews],
+    }
+    rows = [
+        (f"{skew.first_step} to {skew.last_step}", f"rank {rank} {what}", why)
+        for skew in history.skews
+        for what, ranks in (("straggles", skew.stragglers), ("is starved", skew.starved))
+        for rank, why in ranks.items()
+    ]
+    text = "<p>A step's own work of the slowest and of the fastest rank, by step; the others wait for the slowest.</p>"
+    found = _table(("steps", "who", "why"), rows[:MAX_ROWS]) if rows else "<p>No rank straggled or was starved.</p>"
+    left_out = f"<p>The first {MAX_ROWS} of {len(rows)}.</p>" if len(rows) > MAX_ROWS else ""
+    return text + svg.lines(series, "s") + found + left_out
 
 
 def _value(step: Step, of: str) -> float:

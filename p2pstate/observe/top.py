@@ -96,4 +96,5 @@ def _render(run: Mapping[str, Any]) -> Any:
     colour = "green" if well else "red"
     first = f"[bold]run {escape(str(run['run_id']))}[/bold]  [{colour}]{escape(state)}[/{colour}]"
     notes = [escape(f"{kind}: {text}") for kind in ("waiting", "weaknesses") for text in run[kind]]
+    notes += [escape(f"rank {rank} is {kind}: {reason}") for kind in ("slow", "starved") for rank, reason in run[kind]]
     return Group(first, *notes, "", nodes, "", ranks, "", failures, "", *goodput)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.incidents import longest
+from p2pstate.observe.skew import WINDOW_STEPS, Load, Skew, judge
 from rendezvous.standing import newest_view
 
 __all__ = ["WINDOWS", "headline", "merge"]
@@ -27,7 +29,9 @@ def merge(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     fetches = [answer["live"]["fetch_p95_s"] for answer in answers.values()]
     verdicts = [answer["verdict"] for answer in answers.values() if answer["verdict"] is not None]
     saved = [answer["live"]["on_disk"] for answer in answers.values() if answer["live"]["on_disk"] is not None]
-    slow = {rank: reason for answer in answers.values() for rank, reason in answer["live"]["slow"]}
+    skew = _skew(answers.values())
+    slow = {} if skew is None else dict(skew.stragglers)
+    slow |= {rank: reason for answer in answers.values() for rank, reason in answer["live"]["slow"]}
     ranks = [rank | {"node": name} for name, answer in answers.items() for rank in answer["ranks"]]
     return {
         "run_id": next(iter(answers.values()))["run_id"],
@@ -41,6 +45,8 @@ def merge(answers: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "incidents": _incidents(answers.values()),
         "num_incidents": max(answer["live"]["num_incidents"] for answer in answers.values()),
         "on_disk": max(saved, key=lambda each: int(each["step"]), default=None),
+        "skew": None if skew is None else asdict(skew),
+        "starved": [] if skew is None else [[rank, reason] for rank, reason in skew.starved.items()],
         "slow": [[rank, reason] for rank, reason in sorted(slow.items())],
         "fetch_p95_s": max((value for value in fetches if value is not None), default=None),
     }
@@ -51,6 +57,17 @@ def _sum(parts: Any) -> dict[str, float]:
     for part in parts:
         sums.update(part)
     return dict(sums)
+
+
+def _skew(answers: Collection[Mapping[str, Any]]) -> Skew | None:
+    """Of the newest window that all ranks have gone through."""
+    windows: dict[int, dict[int, Load]] = {}
+    for first, rank, *load in (each for answer in answers for each in answer["live"]["loads"]):
+        windows.setdefault(first, {})[rank] = Load(*load)
+    ranks = {rank["rank"] for answer in answers for rank in answer["ranks"]}
+    newest = min((rank["step"] or 0 for answer in answers for rank in answer["ranks"]), default=0)
+    past = [first for first in windows if first + WINDOW_STEPS - 1 <= newest and windows[first].keys() >= ranks]
+    return judge(max(past), windows[max(past)]) if past else None
 
 
 def _incidents(answers: Collection[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The demo itself, with failures at random moments, and with nodes that share no network and no memory."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,9 @@ def run_demo(*arguments: str) -> dict[str, Any]:
     assert result["leftovers"] == []
     assert ended.returncode == 0
     assert lines[-2] == "identical: yes"
+    shares = dict(re.findall(r"^(\S.*?)  +[\d.]+ s +([\d.]+) %", ended.stdout, re.MULTILINE))
+    assert sum(map(float, shares.values())) == pytest.approx(100, abs=1)
+    assert float(shares.get("other", 0)) < 2
     return result
 
 

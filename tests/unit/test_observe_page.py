@@ -235,6 +235,23 @@ def test_page_tells_what_is_on_disk_and_who_is_slow() -> None:
     assert live.summary(105.0 + 120)["slow"] == []
 
 
+def test_page_names_the_slowest_rank_stragglers_and_starved_ranks() -> None:
+    """Of the newest window that every rank has gone through: steps 1 to 20 here, rank 1 is at step 30 as well."""
+
+    def told(name: str, rank: int, own_s: float, fetch_s: float) -> dict[str, Any]:
+        loads = [[1, rank, 20, 20.0, 20 * own_s, 20 * fetch_s], [21, rank, 10, 10.0, 1.0, 0.0]]
+        ranks = [{**answer()["ranks"][0], "rank": rank}]
+        return answer(name, live=answer()["live"] | {"loads": loads}, ranks=ranks)
+
+    run = merge({"n0": told("n0", 0, 0.4, 0.0), "n1": told("n1", 1, 0.9, 0.3)})
+    assert (run["skew"]["slowest"], run["skew"]["fastest"], run["skew"]["last_step"]) == (1, 0, 20)
+    page = as_page(run, "n0")
+    assert "Rank 1 is slow: a step takes 0.90 s of its own" in page
+    assert "Rank 1 is starved: it waits 0.30 s a step for its batch" in page
+    assert "0.40 to 0.90 s" in page
+    assert merge({"n0": told("n0", 0, 0.4, 0.0), "n1": answer("n1")})["skew"] is None
+
+
 def test_page_links_the_others_loads_nothing_and_escapes() -> None:
     evil = answer("n1", page='http://x/"><script>', weaknesses=["<script>alert(1)</script>"], ranks=[])
     page = as_page(merge({"n0": answer(), "n1": evil}), "n0")

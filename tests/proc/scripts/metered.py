@@ -1,6 +1,7 @@
 """A loop with delays of known length (the DELAY_* variables, in seconds): the second batch, the copy of the first
-version, a phase after step 3, and each rehearsal. CHECKPOINT names a folder for checkpoints, TRACKED a file for what a
-tracker is told last."""
+version, a phase after step 3, each rehearsal, the last save. In each step rank SLOW_RANK takes twice as long as the
+others. CHECKPOINT names a folder for checkpoints, TRACKED a file for what a tracker is told last, SAVED a file in which
+each rank tells how long its last save took."""
 
 import json
 import os
@@ -9,13 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import p2pstate
 from p2pstate.replicate import Shipper
+from p2pstate.saving import Saving
 
 STEP_S = 0.05
-DELAYS = ("BATCH", "COPY", "PHASE", "REHEARSAL")
-BATCH_S, COPY_S, PHASE_S, REHEARSAL_S = (float(os.environ.get(f"DELAY_{name}", "0")) for name in DELAYS)
+SLOW_RANK = int(os.environ.get("SLOW_RANK", "-1"))
+DELAYS = ("BATCH", "COPY", "PHASE", "REHEARSAL", "SAVE")
+BATCH_S, COPY_S, PHASE_S, REHEARSAL_S, SAVE_S = (float(os.environ.get(f"DELAY_{name}", "0")) for name in DELAYS)
 
 
 class Batches:
@@ -50,7 +54,22 @@ def delay_first_copy() -> None:
     Shipper._do = slow  # type: ignore[method-assign]
 
 
+def delay_last_save() -> None:
+    save_last = Saving.save_last
+
+    def slow(*args: Any) -> Any:
+        began = time.monotonic()
+        time.sleep(SAVE_S)
+        problem = save_last(*args)
+        Path(f"{os.environ['SAVED']}{dist.get_rank()}").write_text(str(time.monotonic() - began))
+        return problem
+
+    Saving.save_last = slow  # type: ignore[method-assign]
+
+
 delay_first_copy()
+if SAVE_S:
+    delay_last_save()
 p2pstate.init_process_group()
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -62,7 +81,7 @@ if "TRACKED" in os.environ:
 
 
 def train_step(batch: int) -> None:
-    time.sleep(REHEARSAL_S if state.rehearsing else STEP_S)
+    time.sleep(REHEARSAL_S if state.rehearsing else 2 * STEP_S if dist.get_rank() == SLOW_RANK else STEP_S)
     model(torch.ones(2, 8)).sum().backward()
     optimizer.step()
     optimizer.zero_grad()

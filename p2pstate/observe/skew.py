@@ -1,0 +1,110 @@
+"""Which ranks the others wait for, over windows of steps. Pure.
+
+In: step events, with what each rank's meter measured and how long it waited for other ranks in it. Out: of each window
+the slowest and the fastest rank by the time of their own (everything between two commits but waiting for others),
+stragglers, and ranks that are starved of data.
+
+Nobody is ended for being slow; that is hang.py's business, which looks at ranks that do nothing at all.
+Known limit: waiting is seen from the newest beginning of a collective, or of a wait for one, to its end; work that a
+rank does meanwhile counts as waiting. On cards, where collectives are only queued, it is what the gate's vote takes.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["WINDOW_STEPS", "Load", "Skew", "Windows", "judge", "skews_of"]
+
+Event = Mapping[str, Any]
+
+WINDOW_STEPS = 20
+NUM_KEPT = 3  # windows, while a run lives
+NOT_A_STEP = ("recovery", "repeated", "startup", "waiting", "shutdown", "phase")
+STRAGGLES = 1.5  # times the time of a usual rank, and
+NOTICEABLE = 0.1  # this part of a step, and
+LEAST_S = 0.01
+STARVES = 0.1  # of a step is waiting for data
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One rank in one window. Sums; ``own_s``: without waiting for others, ``fetch_s`` of it for data."""
+
+    num_steps: int = 0
+    wall_s: float = 0.0
+    own_s: float = 0.0
+    fetch_s: float = 0.0
+
+    def plus(self, wall_s: float, waited_s: float, fetch_s: float) -> Load:
+        own_s = self.own_s + max(0.0, wall_s - waited_s)
+        return Load(self.num_steps + 1, self.wall_s + wall_s, own_s, self.fetch_s + fetch_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Skew:
+    """Seconds are means per step. ``stragglers``, ``starved``: by rank, why."""
+
+    first_step: int
+    last_step: int
+    slowest: int
+    slowest_s: float
+    fastest: int
+    fastest_s: float
+    stragglers: Mapping[int, str]
+    starved: Mapping[int, str]
+
+
+class Windows:
+    """Fed event by event. ``keep``: how many windows are remembered; None: all."""
+
+    def __init__(self, keep: int | None = NUM_KEPT) -> None:
+        self._keep = keep
+        self.loads: dict[int, dict[int, Load]] = {}  # by the window's first step, by rank
+
+    def add(self, event: Event) -> None:
+        seconds = event.get("clock", {}).get("seconds", {})
+        if event["event"] != "step" or "useful" not in seconds or "waited_s" not in event:
+            return
+        first = (event["step"] - 1) // WINDOW_STEPS * WINDOW_STEPS + 1
+        window = self.loads.setdefault(first, {})
+        wall_s = sum(part for name, part in seconds.items() if name.partition(".")[0] not in NOT_A_STEP)
+        known = window.get(event["rank"], Load())
+        window[event["rank"]] = known.plus(wall_s, float(event["waited_s"]), float(seconds.get("data", 0.0)))
+        while self._keep is not None and len(self.loads) > self._keep:
+            del self.loads[min(self.loads)]
+
+
+def skews_of(events: Iterable[Event]) -> list[Skew]:
+    """Of each window of a run, in order."""
+    windows = Windows(keep=None)
+    for event in events:
+        windows.add(event)
+    found = (judge(first, loads) for first, loads in sorted(windows.loads.items()))
+    return [skew for skew in found if skew is not None]
+
+
+def judge(first_step: int, loads: Mapping[int, Load]) -> Skew | None:
+    """``loads``: by rank. None where there are not two ranks to compare."""
+    if len(loads) < 2:
+        return None
+    own_s = {rank: load.own_s / load.num_steps for rank, load in loads.items()}
+    wall_s = max(load.wall_s / load.num_steps for load in loads.values())
+    usual_s = statistics.median_low(own_s.values())
+    slowest, fastest = max(own_s, key=own_s.__getitem__), min(own_s, key=own_s.__getitem__)
+    last_step = first_step + max(load.num_steps for load in loads.values()) - 1
+    when = f"steps {first_step} to {last_step}"
+    stragglers = {
+        rank: f"a step takes {mine_s:.2f} s of its own, others {usual_s:.2f} s ({when})"
+        for rank, mine_s in sorted(own_s.items())
+        if mine_s > STRAGGLES * usual_s and mine_s - usual_s > max(LEAST_S, NOTICEABLE * wall_s)
+    }
+    waits_s = {rank: load.fetch_s / load.num_steps for rank, load in sorted(loads.items())}
+    starved = {
+        rank: f"it waits {wait_s:.2f} s a step for its batch ({when})"
+        for rank, wait_s in waits_s.items()
+        if wait_s > max(LEAST_S, STARVES * wall_s)
+    }
+    return Skew(first_step, last_step, slowest, own_s[slowest], fastest, own_s[fastest], stragglers, starved)
