@@ -11,12 +11,12 @@ The pages stay plain Markdown, which MkDocs and code hosts show as well. Only th
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import importlib.util
 import io
 import os
-import pkgutil
 import re
 import shutil
 import sys
@@ -95,16 +95,21 @@ def commands_page() -> str:
     return "\n".join(["# Commands\n\nWhat each command says with `--help`.\n", *sections])
 
 
-def integrations() -> list[str]:
+def integrations() -> list[Path]:
     """Modules for other trainers."""
-    import p2pstate.integrations as package
-
-    return [module.name for module in pkgutil.iter_modules(package.__path__, "p2pstate.integrations.")]
+    return sorted((ROOT / "p2pstate" / "integrations").glob("[!_]*.py"))
 
 
 def missing_trainers() -> list[str]:
     """Packages that integrations import and that are not here: autodoc pretends that they are."""
-    return [name for name in ("transformers", "accelerate", "lightning") if importlib.util.find_spec(name) is None]
+    imported: set[str] = set()
+    for path in integrations():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                imported |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module is not None:
+                imported.add(node.module.partition(".")[0])
+    return sorted(name for name in imported if importlib.util.find_spec(name) is None)
 
 
 def api_page() -> str:
@@ -115,7 +120,8 @@ def api_page() -> str:
         lines += [name, "-" * len(name), "", text, "", f".. currentmodule:: {name}", ""]
         for public in module.__all__:
             lines += directive(module, public)
-    for name in integrations():
+    for path in integrations():
+        name = f"p2pstate.integrations.{path.stem}"
         lines += [name, "-" * len(name), "", f".. automodule:: {name}", "   :members:", ""]
     for name, names in OTHERS.items():
         module = importlib.import_module(name)
