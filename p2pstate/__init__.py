@@ -194,6 +194,7 @@ Layout, from the top down (a file imports only what stands above it):
     operator/worker.py      which run to look at next
     operator/command.py
     operator/gone.py        the pods' fencing command
+    integrations/accelerate.py   a loop with Accelerate
     integrations/huggingface.py  their Trainer, with its steps in a Replicator
     integrations/tensorboard.py
     integrations/mlflow.py

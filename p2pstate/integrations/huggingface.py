@@ -15,7 +15,6 @@ begin anew, and its ``log_history`` with the step it joined at.
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,12 +24,10 @@ import transformers
 
 from p2pstate.data import Loader, Sampler, Shuffled
 from p2pstate.errors import ConfigError
+from p2pstate.integrations.accelerate import check, replicate
 from p2pstate.replicator import Replicator
 
 __all__ = ["ReplicatedTrainer"]
-
-# Accelerate refuses to begin on CPUs without it, also when the process group is there. Nobody connects to it.
-os.environ.setdefault("MASTER_ADDR", "not-used-with-p2pstate")
 
 
 class _Groups:
@@ -78,8 +75,7 @@ class ReplicatedTrainer(transformers.Trainer):
                 'together. Give save_strategy="no" and eval_on_start=False; keep checkpoints with '
                 'replicator={"checkpoint": DIR}'
             )
-        if self.is_deepspeed_enabled:
-            raise ConfigError("DeepSpeed keeps training state of its own, which cannot be captured: use DDP or FSDP")
+        check(self.accelerator)
         if isinstance(self.train_dataset, torch.utils.data.IterableDataset):
             raise ConfigError("train_dataset is an IterableDataset: give a data set with a length and indices")
         self.replicator: Replicator | None = None
@@ -143,12 +139,9 @@ class ReplicatedTrainer(transformers.Trainer):
         self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
 
     def _protect(self, model: torch.nn.Module, loader: Loader, num_steps_per_epoch: int) -> None:
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # Accelerate's wrapper has no state
-        components = [model, optimizer, self.lr_scheduler]
-        if self.accelerator.scaler is not None:
-            components.append(self.accelerator.scaler)
         data = _Groups(loader, self.args.gradient_accumulation_steps)
-        self.replicator = Replicator(*components, data=data, **self._settings)
+        components = [model, self.optimizer, self.lr_scheduler]
+        self.replicator = replicate(self.accelerator, *components, data=data, **self._settings)
         if self.args.eval_strategy != "no":
             by_steps = self.args.eval_strategy == "steps"
             self.replicator.every(int(self.state.eval_steps) if by_steps else num_steps_per_epoch, self._evaluate_at)

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from torchrun_cluster import Torchruns, kill
 
-from cluster import Cluster
+from cluster import Cluster, free_ports
 from outcome import Comparison, compare_states
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WITHIN_S = 180.0
 TRAINERS = [
     ("transformers", "train_huggingface.py", 60),  # four epochs of 15 steps, each of two micro-batches
+    ("accelerate", "train_accelerate.py", 60),
     ("lightning", "train_lightning.py", 40),  # six epochs of 6 steps and a part of one, each of two batches
     ("lightning", "train_fabric.py", 400),
 ]
@@ -50,6 +56,15 @@ def train(folder: Path, name: str, num_steps: int, fork_server: dict[str, str], 
     return folder / "out"
 
 
+def assert_same_states(faulted: Path, undisturbed: Path) -> None:
+    compared = Comparison()
+    for rank in range(2):
+        left, right = (torch.load(folder / f"rank{rank}.pt") for folder in (faulted, undisturbed))
+        compare_states(compared, rank, left, right)
+    assert compared.num_tensors > 100
+    assert not compared.differences
+
+
 @pytest.mark.trainers
 @pytest.mark.parametrize(("package", "name", "num_steps"), TRAINERS)
 def test_trainer_ends_with_the_same_bits_after_a_lost_rank_and_a_lost_node(
@@ -58,9 +73,38 @@ def test_trainer_ends_with_the_same_bits_after_a_lost_rank_and_a_lost_node(
     pytest.importorskip(package)
     undisturbed = train(tmp_path / "undisturbed", name, num_steps, fork_server, faults=False)
     faulted = train(tmp_path / "faulted", name, num_steps, fork_server, faults=True)
-    compared = Comparison()
-    for rank in range(2):
-        left, right = (torch.load(folder / f"rank{rank}.pt") for folder in (faulted, undisturbed))
-        compare_states(compared, rank, left, right)
-    assert compared.num_tensors > 100
-    assert not compared.differences
+    assert_same_states(faulted, undisturbed)
+
+
+class AccelerateLaunches(Torchruns):
+    """One `accelerate launch` per node."""
+
+    def command(self, options: Sequence[str]) -> list[str]:
+        command = [sys.executable, "-m", "accelerate.commands.launch", "--rdzv_backend", "p2p", "--multi_gpu"]
+        command += ["--num_machines", "2", "--num_processes", "2", "--max_restarts", "5", "--main_process_ip=127.0.0.1"]
+        return [*command, "--rdzv_conf", "last_call_timeout=0.5,timeout=60", *options]
+
+
+@pytest.mark.trainers
+def test_accelerate_launch_with_the_rendezvous_p2p_resumes_from_memory_after_a_lost_rank(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    pytest.importorskip("accelerate")
+    undisturbed = train(tmp_path / "undisturbed", "train_accelerate.py", 30, fork_server, faults=False)
+    folder = tmp_path / "launched"
+    folder.mkdir()
+    script = [str(EXAMPLES / "train_accelerate.py"), "--steps", "30", "--pace", "0.1", "--out", str(folder / "out")]
+    with contextlib.closing(AccelerateLaunches(folder, "2", script=script)) as running:
+        ports = free_ports(3)
+        contacts = ",".join(f"127.0.0.1:{port}" for port in ports[:2])
+        for number, name in enumerate("ab"):
+            where = {"P2PSTATE_CONTACTS": contacts, "P2PSTATE_BIND": f"127.0.0.1:{ports[number]}"}
+            running.start(name, "--machine_rank", str(number), "--main_process_port", str(ports[2]), **where)
+        running.wait(lambda: "step 8 loss" in running.log("a") + running.log("b"), "eight steps")
+        launcher = psutil.Process(running.nodes["b"].pid)
+        kill(*(child.pid for child in launcher.children() if script[0] in child.cmdline()))
+        assert running.codes("ab", timeout_s=120.0) == [0, 0]
+        logs = running.log("a") + running.log("b")
+    assert "A TCPSTORE WAS MADE" not in logs
+    assert logs.count("resumed step") == 2, logs
+    assert_same_states(folder / "out", undisturbed)

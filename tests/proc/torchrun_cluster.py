@@ -84,9 +84,13 @@ class Torchruns:
         (folder / "path").mkdir()
         declare_entry_points(folder / "path")
 
-    def start(self, name: str, *options: str, **environ: str) -> None:
+    def command(self, options: Sequence[str]) -> list[str]:
+        """What starts a node, without the script."""
         command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=p2p", "--rdzv-id", self.folder.name]
-        command += ["--rdzv-endpoint", self.endpoint, *self._options, *options]
+        return [*command, "--rdzv-endpoint", self.endpoint, *self._options, *options]
+
+    def start(self, name: str, *options: str, **environ: str) -> None:
+        command = self.command(options)
         path = os.pathsep.join([str(ROOT), str(self.folder / "path")])
         env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "P2PSTATE_PRESET": "local"}
         with open(self.folder / f"{name}.log", "ab") as log:

@@ -1,0 +1,68 @@
+"""A loop with Hugging Face's Accelerate in a Replicator.
+
+In: what ``accelerator.prepare`` has returned, in a process that p2pstate started. Out: a Replicator of what is behind
+it. Call ``p2pstate.init_process_group()`` before ``Accelerator(...)``.
+
+Limits: the loader is not prepared, because its position has to be part of the state: give a ``p2pstate.data.Loader`` as
+``data``, with ``device=accelerator.device``. So ``accelerator.accumulate`` does not know where an epoch ends, and goes
+on accumulating beyond. No DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType
+
+from p2pstate.errors import ConfigError
+from p2pstate.replicator import Replicator
+
+__all__ = ["check", "replicate"]
+
+# Accelerate refuses to begin on CPUs without it, also when the process group is there. Nobody connects to it.
+os.environ.setdefault("MASTER_ADDR", "not-used-with-p2pstate")
+
+
+def check(accelerator: Accelerator) -> None:
+    """ConfigError for what cannot be protected."""
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        raise ConfigError("DeepSpeed keeps training state of its own, which cannot be captured: use DDP or FSDP")
+
+
+def replicate(accelerator: Accelerator, *components: Any, **settings: Any) -> Replicator:
+    """A Replicator of prepared and other components; ``settings``: its keyword arguments, ``data`` among them.
+
+    Gradient scaler and accumulation of the accelerator belong to it. Raises ConfigError for DeepSpeed.
+    """
+    check(accelerator)
+    inner = [_without_wrapper(component) for component in components]
+    if accelerator.scaler is not None:
+        inner.append(accelerator.scaler)
+    return Replicator(*inner, _Accumulation(accelerator), **settings)
+
+
+def _without_wrapper(component: Any) -> Any:
+    """Accelerate's wrappers of optimizers and schedulers have no state of their own."""
+    if isinstance(component, AcceleratedOptimizer):
+        return component.optimizer
+    if isinstance(component, AcceleratedScheduler):
+        return component.scheduler
+    return component
+
+
+class _Accumulation:
+    """How many batches ``accelerator.accumulate`` has counted: it decides by that when the optimizer steps."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"num_batches": self._accelerator.step}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._accelerator.step = state["num_batches"]
