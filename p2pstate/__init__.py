@@ -39,6 +39,7 @@ Layout, from the top down (a file imports only what stands above it):
     state/codec.py
     state/leaves.py
     state/holders.py
+    state/sameness.py
     state/chunks.py
     state/layout.py
     state/rng.py

@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 import os
 import struct
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,7 @@ from p2pstate.redundancy import divide, is_held_elsewhere
 from p2pstate.slots import Header, Slot, capacity_for
 from p2pstate.state import Collected, Layout, Leaf
 from p2pstate.state.chunks import chunks_of
+from p2pstate.state.codec import unsqueezed
 from p2pstate.types import Part, Version
 from p2pstate.versions import next_slot
 from p2pstate.worker.link import Link
@@ -163,7 +165,7 @@ class Capturer:
         self._places = tuple(places)
         self._pairs: dict[Part, SlotPair] = {}
         self._layouts: dict[Part, _KnownLayout] = {}
-        self._divisions: dict[tuple[int, ...], _Division] = {}
+        self._plan: _Plan | None = None
 
     def retain(self, parts: Collection[Part]) -> None:
         """Forget the memory of all other parts: the vault is about to let it go."""
@@ -185,26 +187,15 @@ class Capturer:
         """
         if self._gatherer is not None:
             self._gatherer.begin()
-        own: list[Leaf] = []
-        shared: dict[tuple[int, ...], list[Leaf]] = {}
-        for leaf in collected.leaves:
-            if is_held_elsewhere(leaf.holders, self._places):
-                shared.setdefault(leaf.holders, []).append(leaf)
-            else:
-                own.append(leaf)
+        plan = self._plan_for(collected.leaves)
         mine = Part.own(self._rank)
         if num_readers:
-            layout, tail = self._image(mine, own, collected)
-            live = LiveBody(layout, own, tail, num_readers)
-            images = [Image(mine, None, version, layout.num_bytes, len(tail), len(shared), live)]
+            known, tail = self._image(mine, plan.own, collected)
+            live = LiveBody(known.layout, plan.own, tail, num_readers)
+            images = [Image(mine, None, version, known.layout.num_bytes, len(tail), len(plan.shared), live)]
         else:
-            images = [self._write(mine, own, collected, version, keep, len(shared))]
-        for members, leaves in sorted(shared.items()):
-            local = [rank for rank in members if self._places[rank] == self._places[self._rank]]
-            piece = local.index(self._rank)
-            names = self._divided(members, leaves, piece, len(local))
-            kept = [leaf for leaf in leaves if leaf.name in names]
-            images.append(self._write(Part.shared(members, piece, len(local)), kept, collected, version, keep, 0))
+            images = [self._write(mine, plan.own, collected, version, keep, len(plan.shared))]
+        images += [self._write(part, leaves, collected, version, keep, 0) for part, leaves in plan.shared]
         if set_aside:
             for image in images:
                 assert image.slot is not None, "what is written to disk comes from slots"
@@ -219,7 +210,7 @@ class Capturer:
     def _write(
         self,
         part: Part,
-        leaves: Sequence[Leaf],
+        leaves: list[Leaf],
         collected: Collected,
         version: Version,
         keep: Version | None,
@@ -228,54 +219,79 @@ class Capturer:
         pair = self._pairs.get(part)
         if pair is None:
             pair = self._pairs[part] = SlotPair(self._link, part, reserve=self._reserve, on_map=self._on_map)
-        layout, tail = self._image(part, leaves, collected)
-        needed = layout.num_bytes + len(tail)
+        known, tail = self._image(part, leaves, collected)
+        data_bytes = known.layout.num_bytes
+        needed = data_bytes + len(tail)
         slot = pair.target(needed, keep)
         slot.begin()
         body = slot.body()
-        if layout.num_bytes:
-            region = torch.frombuffer(body, dtype=torch.uint8, count=layout.num_bytes)
+        if data_bytes:
+            region = torch.frombuffer(body, dtype=torch.uint8, count=data_bytes)
             if self._gatherer is None:
-                layout.write(leaves, region)
+                known.layout.write_fitting(known.sources, region)
             else:
-                self._gatherer.write(layout, leaves, region, slot)
-        body[layout.num_bytes : needed] = tail
-        return Image(part, slot, version, layout.num_bytes, len(tail), num_shared_sets)
+                self._gatherer.write(known.layout, leaves, region, slot)
+        body[data_bytes:needed] = tail
+        return Image(part, slot, version, data_bytes, len(tail), num_shared_sets)
 
-    def _image(self, part: Part, leaves: Sequence[Leaf], collected: Collected) -> tuple[Layout, bytes]:
+    def _image(self, part: Part, leaves: list[Leaf], collected: Collected) -> tuple[_KnownLayout, bytes]:
         """Where the data goes, and the tail."""
         known = self._layout_for(part, leaves, collected.tied)
         values = collected.values if part.kind == "own" else b""
         end = msgpack.packb(values, use_bin_type=True) + _FOOTER.pack(known.layout.num_bytes)
-        return known.layout, known.tail_begin + end
+        return known, known.tail_begin + end
 
-    def _layout_for(self, part: Part, leaves: Sequence[Leaf], tied: Mapping[str, str]) -> _KnownLayout:
+    def _layout_for(self, part: Part, leaves: list[Leaf], tied: Mapping[str, str]) -> _KnownLayout:
         """The layout of the last version while it fits: its views into the slots are reused."""
         known = self._layouts.get(part)
-        if known is None or not known.layout.fits(leaves) or not known.divided_like(leaves):
-            layout = Layout.build(leaves)
-            packer = msgpack.Packer(use_bin_type=True)
-            here = {leaf.name for leaf in leaves}
-            names = {further: name for further, name in tied.items() if name in here}
-            fields = ("table", layout.table(), "chunks", chunks_of(leaves), "tied", names, "values")
-            begin = [packer.pack_map_header(4), *map(packer.pack, fields)]
-            known = self._layouts[part] = _KnownLayout(layout, _divisions(leaves), b"".join(begin))
+        if known is None or known.leaves is not leaves:
+            if known is not None and known.layout.fits(leaves) and known.divided_like(leaves):
+                layout, begin = known.layout, known.tail_begin
+            else:
+                layout = Layout.build(leaves)
+                begin = _tail_begin(layout, leaves, tied)
+            sources = [leaf.tensor for leaf in leaves]
+            known = self._layouts[part] = _KnownLayout(leaves, sources, layout, _divisions(leaves), begin)
         return known
 
-    def _divided(self, members: tuple[int, ...], leaves: Sequence[Leaf], piece: int, num_pieces: int) -> frozenset[str]:
-        """The names of this rank's piece of what ``members`` hold alike; computed anew when names or sizes change."""
-        sizes = [(leaf.name, leaf.tensor.nbytes) for leaf in leaves]
-        known = self._divisions.get(members)
-        if known is None or known.sizes != sizes:
-            known = _Division(sizes, frozenset(divide(sizes, num_pieces)[piece]))
-            self._divisions[members] = known
-        return known.mine
+    def _plan_for(self, leaves: list[Leaf]) -> _Plan:
+        """Which leaves go where; made anew when they are not those of the last version."""
+        plan = self._plan
+        if plan is None or plan.leaves is not leaves:
+            own: list[Leaf] = []
+            shared: dict[tuple[int, ...], list[Leaf]] = {}
+            for leaf in leaves:
+                if is_held_elsewhere(leaf.holders, self._places):
+                    shared.setdefault(leaf.holders, []).append(leaf)
+                else:
+                    own.append(leaf)
+            pieces = [self._piece(members, alike) for members, alike in sorted(shared.items())]
+            plan = self._plan = _Plan(leaves, own, pieces)
+        return plan
+
+    def _piece(self, members: tuple[int, ...], leaves: list[Leaf]) -> tuple[Part, list[Leaf]]:
+        """What this rank keeps of what ``members`` hold alike."""
+        local = [rank for rank in members if self._places[rank] == self._places[self._rank]]
+        piece = local.index(self._rank)
+        names = set(divide([(leaf.name, leaf.tensor.nbytes) for leaf in leaves], len(local))[piece])
+        return Part.shared(members, piece, len(local)), [leaf for leaf in leaves if leaf.name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """``leaves``: all of them; ``own``: those that nobody else has; ``shared``: this rank's piece of each other set."""
+
+    leaves: list[Leaf]
+    own: list[Leaf]
+    shared: list[tuple[Part, list[Leaf]]]
 
 
 @dataclass(frozen=True, slots=True)
 class _KnownLayout:
-    """``tail_begin``: the packed table, and all else of a tail that comes before the plain values."""
+    """``leaves`` and their tensors, ``sources``, fit the layout. ``tail_begin``: all of a tail before the values."""
 
+    leaves: list[Leaf]
+    sources: list[torch.Tensor]
     layout: Layout
     divisions: list[Any]
     tail_begin: bytes
@@ -290,10 +306,20 @@ def _divisions(leaves: Sequence[Leaf]) -> list[Any]:
     return [leaf.whole._spec if leaf.whole is not None else None for leaf in leaves]
 
 
-@dataclass(frozen=True, slots=True)
-class _Division:
-    sizes: list[tuple[str, int]]
-    mine: frozenset[str]
+def _tail_begin(layout: Layout, leaves: Sequence[Leaf], tied: Mapping[str, str]) -> bytes:
+    """Names and shapes say much the same again and again: they are squeezed, once for many versions."""
+    here = {leaf.name for leaf in leaves}
+    names = {further: name for further, name in tied.items() if name in here}
+    told = {"table": layout.table(), "chunks": chunks_of(leaves), "tied": names}
+    packer = msgpack.Packer(use_bin_type=True)
+    return b"".join(
+        [
+            packer.pack_map_header(2),
+            packer.pack("told"),
+            packer.pack(zlib.compress(packer.pack(told), 1)),
+            packer.pack("values"),
+        ]
+    )
 
 
 def read_image(body: torch.Tensor) -> tuple[dict[str, torch.Tensor], bytes]:
@@ -316,4 +342,5 @@ def open_image(body: torch.Tensor) -> tuple[Layout, dict[str, Any]]:
         raise ValueError(f"not an image: its tail would begin at {data_bytes} of {num_bytes} bytes")
     raw = bytes(body[data_bytes : num_bytes - _FOOTER.size].numpy())
     tail = msgpack.unpackb(raw, raw=False, strict_map_key=False)
-    return Layout.from_table(tail["table"]), tail
+    told = msgpack.unpackb(unsqueezed(tail["told"]), raw=False, strict_map_key=False)
+    return Layout.from_table(told.pop("table")), {**told, "values": tail["values"]}

@@ -80,6 +80,7 @@ class Replicas:
         self._every = every
         self._num_left = NUM_CONFIRMATIONS
         self._alone: set[tuple[Members, str]] = set()
+        self._applied: tuple[list[Leaf], list[Leaf]] | None = None  # to the leaves seen last
 
     @property
     def confirming(self) -> bool:
@@ -99,17 +100,20 @@ class Replicas:
         if told:
             self._num_left = max(num_left for num_left, _ in told)
             self._alone = {(tuple(members), name) for _, alone in told for members, name in alone}
+            self._applied = None
 
     def applied(self, collected: Collected) -> Collected:
         """With the leaves that are not alike marked as this rank's own."""
         if not self._alone:
             return collected
-        own = (self._rank,)
-        leaves = [
-            replace(leaf, holders=own) if (leaf.holders, leaf.name) in self._alone else leaf
-            for leaf in collected.leaves
-        ]
-        return replace(collected, leaves=leaves)
+        if self._applied is None or self._applied[0] is not collected.leaves:
+            own = (self._rank,)
+            leaves = [
+                replace(leaf, holders=own) if (leaf.holders, leaf.name) in self._alone else leaf
+                for leaf in collected.leaves
+            ]
+            self._applied = collected.leaves, leaves
+        return replace(collected, leaves=self._applied[1])
 
     def compare(self, collected: Collected, store: Store, timeout_s: float) -> list[Difference]:
         """Of all sets that this rank is in. All ranks call this at the same step; raises what the store raises."""
@@ -125,6 +129,7 @@ class Replicas:
         if self.confirming:
             self._num_left -= 1
             self._alone |= {(each.members, name) for each in found for name in each.leaves}
+            self._applied = None
         return found
 
     def _exchange(self, mine: Mapping[Members, Digests], store: Store, timeout: timedelta) -> list[Difference]:

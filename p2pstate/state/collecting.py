@@ -16,7 +16,7 @@ from p2pstate.state.codec import Path, TensorRef, lower, path_text
 from p2pstate.state.holders import follows
 from p2pstate.state.leaves import Holders, Leaf, describe, plain_parts
 
-__all__ = ["Collector", "FlatDicts"]
+__all__ = ["Collector", "FlatDicts", "is_simple"]
 
 
 class Collector:
@@ -25,6 +25,7 @@ class Collector:
     def __init__(self, own: Holders) -> None:
         self.own = own
         self.leaves: list[Leaf] = []
+        self.known: list[list[Leaf]] = []  # as they were the last time, the very same lists
 
     def add(self, name: str, tensor: torch.Tensor, holders: Holders) -> None:
         parts = plain_parts(name, tensor)
@@ -96,7 +97,7 @@ class FlatDicts:
         before = len(collector.leaves)
         lowered = collector.tree(value, name, parameter, holders)
         self._known.pop(name, None)
-        if type(value) is dict and all(_is_simple(tensor) for tensor in value.values()):
+        if type(value) is dict and all(is_simple(tensor) for tensor in value.values()):
             tensors = list(value.values())
             locals_ = [_local(tensor) for tensor in tensors]
             devices = [tensor.device for tensor in tensors]
@@ -114,7 +115,8 @@ class FlatDicts:
         return True
 
 
-def _is_simple(value: Any) -> bool:
+def is_simple(value: Any) -> bool:
+    """Whether it is a tensor that is its own leaf, or the local part of one."""
     kind = type(value)
     if kind is DTensor:
         value = value._local_tensor

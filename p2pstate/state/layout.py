@@ -93,12 +93,15 @@ class Layout:
 
         LeafError if a leaf is missing or has another dtype or shape than the layout says.
         """
-        sources = self.sources(leaves)
+        self.write_fitting(self.sources(leaves), region)
+
+    def write_fitting(self, sources: Sequence[torch.Tensor], region: torch.Tensor) -> None:
+        """:meth:`write` of the tensors of leaves that are known to fit (see :meth:`fits`), in their order."""
         if not sources:
             return
         views = self.places(region)
         with torch.no_grad():
-            torch._foreach_copy_(views, sources)
+            torch._foreach_copy_(views, list(sources))
 
     def places(self, region: torch.Tensor) -> list[torch.Tensor]:
         """Views of all leaves in a ``region`` that is written; what lies between them is zeroed at the first time."""

@@ -13,8 +13,10 @@ Known limit: DistributedDataParallel over tensor parallelism is refused (its par
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -27,8 +29,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from p2pstate.state.errors import LeafError
 from p2pstate.state.holders import World, current_world, holders_of_parameter, replicas
 from p2pstate.state.leaves import Holders
+from p2pstate.state.sameness import SameMemory
 
-__all__ = ["ModelNames", "Named"]
+__all__ = ["Look", "ModelNames", "Named"]
 
 # wrapper -> the name of the child that it wraps; the segment vanishes from names (torch.compile's: _wrapped_child)
 _WRAPPERS: tuple[tuple[type, str], ...] = (
@@ -39,6 +42,9 @@ _WRAPPERS: tuple[tuple[type, str], ...] = (
 )
 
 Named = tuple[str, torch.Tensor, Holders]
+
+_MODULES = attrgetter("_modules")
+_DICTS = (attrgetter("_parameters"), attrgetter("_buffers"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +92,39 @@ class _Place:
         return name
 
 
+class Look:
+    """A model as it was found: ``named`` as :meth:`ModelNames.tensors` gives it."""
+
+    def __init__(self, places: list[_Place], named: list[Named]) -> None:
+        self.named = named
+        self._places = places
+        self._modules = [place.module for place in places]
+        self._groups = [group for place in places for group in place.fsdp_groups]
+        self._slots = _slots(self._modules)
+        self._trains = [tensor.requires_grad for _, tensor, _ in named]
+        self._memory = SameMemory(tensor for _, tensor, _ in named)
+        self._gathered = not all(group.is_sharded for group in self._groups)
+
+    def holds(self, places: list[_Place]) -> bool:
+        """Whether looking again finds the same tensors over the same memory, as trainable as they were."""
+        if self._gathered or places is not self._places or not self._memory.known:
+            return False
+        sizes, keys, values = _slots(self._modules)
+        return (
+            [sizes, keys] == self._slots[:2]
+            and all(map(is_, values, self._slots[2]))
+            and all(group.is_sharded for group in self._groups)
+            and [tensor.requires_grad for _, tensor, _ in self.named] == self._trains
+            and self._memory.holds()
+        )
+
+
+def _slots(modules: Iterable[nn.Module]) -> list[list[Any]]:
+    """How many parameters and buffers each module has registered, under which keys, and which."""
+    dicts = [get(module) for get in _DICTS for module in modules]
+    return [list(map(len, dicts)), [*chain.from_iterable(dicts)], [*chain.from_iterable(map(dict.values, dicts))]]
+
+
 class ModelNames:
     """One model's names under ``prefix`` ("model" gives "model/layer.weight")."""
 
@@ -95,8 +134,22 @@ class ModelNames:
         self.prefix = prefix
         self._trained = trained
         self._places: list[_Place] = []
+        self._modules: list[nn.Module] = []
+        self._children: list[dict[str, nn.Module | None]] = []
+        self._look: Look | None = None
         self._world = World(0, 1)
-        self._replicating: list[tuple[DistributedDataParallel, Any, int]] = []
+        self._replicating: list[tuple[str, DistributedDataParallel, Any, int]] = []
+
+    def look(self) -> Look:
+        """The model as it is now: the same object as the last time while nothing but the values has changed."""
+        places = self._current_places()
+        if self._look is None or not self._look.holds(places):
+            self._look = Look(places, list(self.tensors()))
+        return self._look
+
+    def forget(self) -> None:
+        """Let go of the memory that the last look was at, should the model have another one by now."""
+        self._look = None
 
     def tensors(self) -> Iterator[Named]:
         """Every parameter and buffer once, in the order of the module tree."""
@@ -152,9 +205,9 @@ class ModelNames:
 
     def data_parallel_modules(self) -> Iterator[tuple[str, DistributedDataParallel]]:
         """(name, module) of every DistributedDataParallel."""
-        for place in self._current_places():
-            if isinstance(place.module, DistributedDataParallel):
-                yield place.prefix, place.module
+        self._current_places()
+        for prefix, module, _, _ in self._replicating:
+            yield prefix, module
 
     def reshard(self) -> None:
         """Drops gathered FSDP2 parameters, so that the next forward gathers the restored shards."""
@@ -167,13 +220,18 @@ class ModelNames:
         if (
             not self._places
             or world != self._world
-            or any(place.module._modules != place.children for place in self._places)
-            or any(m.process_group is not group or len(m._comm_hooks) != num for m, group, num in self._replicating)
+            or list(map(_MODULES, self._modules)) != self._children
+            or any(m.process_group is not group or len(m._comm_hooks) != num for _, m, group, num in self._replicating)
         ):
             self._world = world
             self._places = list(_walk(self.model, self.prefix, self._trained, world))
-            modules = [p.module for p in self._places if isinstance(p.module, DistributedDataParallel)]
-            self._replicating = [(m, m.process_group, len(m._comm_hooks)) for m in modules]
+            self._modules = [place.module for place in self._places]
+            self._children = [place.children for place in self._places]
+            self._replicating = [
+                (place.prefix, place.module, place.module.process_group, len(place.module._comm_hooks))
+                for place in self._places
+                if isinstance(place.module, DistributedDataParallel)
+            ]
         return self._places
 
 

@@ -16,16 +16,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from p2pstate.state.collecting import Collector, FlatDicts
+from p2pstate.state.codec import squeeze
+from p2pstate.state.collecting import Collector, FlatDicts, is_simple
 from p2pstate.state.errors import LeafError
 from p2pstate.state.growth import expected_state_bytes
-from p2pstate.state.leaves import Holders
+from p2pstate.state.leaves import Holders, Leaf
 from p2pstate.state.rebuilding import Rebuilder
+from p2pstate.state.sameness import SameMemory
 
 __all__ = ["OptimizerState", "PlannedOptimizer"]
 
@@ -40,6 +44,49 @@ class PlannedOptimizer:
     state: dict[Any, Any]
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
     gradients: dict[Any, torch.Tensor]
+
+
+@dataclass(slots=True)
+class _Found:
+    """What has a form that seldom changes: ``names`` in each group (``members``: for the values), and the ``state`` of
+    each parameter."""
+
+    names: list[list[str]]
+    members: list[Any]
+    state: Any
+    num_states: int
+    leaves: list[Leaf]
+
+
+class _Known:
+    """A form that was found, as long as all it was read from holds nothing but the same tensors."""
+
+    def __init__(self, found: _Found, own: Holders, named: Mapping[int, Any], groups: Any, live: Any) -> None:
+        self.found = found
+        self._own = own
+        self._named = named
+        self._contents = _contents(groups, live)
+        tensors = self._contents[-1]
+        self._memory = SameMemory(tensors) if all(map(is_simple, tensors)) else None
+
+    def holds(self, own: Holders, named: Mapping[int, Any], groups: Any, live: Any) -> bool:
+        if self._memory is None or named is not self._named or own != self._own:
+            return False
+        now = _contents(groups, live)
+        return (
+            list(map(len, now)) == list(map(len, self._contents))
+            and all(all(map(is_, these, those)) for these, those in zip(now, self._contents, strict=True))
+            and self._memory.holds()
+        )
+
+
+def _contents(groups: Any, live: Mapping[Any, Any]) -> list[list[Any]]:
+    """The objects that say what an optimizer holds: parameters by group, its entries, what is in them."""
+    entries = list(live.values())
+    if not all(type(entry) is dict for entry in entries):
+        return [[object()]]  # never the same
+    keys, values = chain.from_iterable(entries), chain.from_iterable(map(dict.values, entries))
+    return [*([*group["params"]] for group in groups), [*live], entries, [*map(len, entries)], [*keys], [*values]]
 
 
 class OptimizerState:
@@ -63,6 +110,7 @@ class OptimizerState:
                 "build it without overlap_with_ddp=True, or use fully_shard (FSDP2)",
             )
         self._flat = FlatDicts()
+        self._known: _Known | None = None
 
     @property
     def local(self) -> Any:
@@ -70,29 +118,57 @@ class OptimizerState:
         return self.optimizer.optim if self._divided else self.optimizer  # type: ignore[attr-defined]
 
     def collect(self, collector: Collector, named: Mapping[int, tuple[str, Holders]]) -> dict[str, Any]:
-        groups = []
-        state: dict[str, Any] = {}
-        gradients: dict[str, Any] = {}
-        live = self.local.state
-        num_found = 0
-        for index, group in enumerate(self.optimizer.param_groups):
+        live, groups = self.local.state, self.optimizer.param_groups
+        if self._known is None or not self._known.holds(collector.own, named, groups, live):
+            self._known = _Known(self._find(collector.own, named), collector.own, named, groups, live)
+        found = self._known.found
+        collector.known.append(found.leaves)
+        values = []
+        for index, group in enumerate(groups):
             own = {key: value for key, value in group.items() if key not in _IDENTITY}
-            values = collector.tree(own, (f"{self.prefix}/:groups", index))
+            values.append(collector.tree(own, (f"{self.prefix}/:groups", index)))
+        others = {} if found.num_states == len(live) else dict(self._others(live, named))
+        more = {key: collector.tree(others[key], (f"{self.prefix}/:state", key)) for key in sorted(others)}
+        return {
+            "groups": [{"params": names, "values": its} for names, its in zip(found.members, values, strict=True)],
+            "state": found.state,
+            "others": more,
+            "gradients": dict(self._gradients(collector, named)) if self.accumulating else {},
+        }
+
+    @property
+    def names(self) -> Iterator[str]:
+        """Of the parameters in all groups, as collected last."""
+        return iter(()) if self._known is None else chain.from_iterable(self._known.found.names)
+
+    def forget(self) -> None:
+        """Let go of the memory of the state that was found last: other state may be here by now."""
+        self._known = None
+        self._flat = FlatDicts()
+
+    def _find(self, own: Holders, named: Mapping[int, tuple[str, Holders]]) -> _Found:
+        collector = Collector(own)
+        members = []
+        state: dict[str, Any] = {}
+        live = self.local.state
+        for index, group in enumerate(self.optimizer.param_groups):
             names = []
             for parameter in group["params"]:
                 name, holders = self._name(named, parameter, index)
                 names.append(name)
                 if parameter in live:
-                    num_found += 1
                     path = f"{self.prefix}/{name}"
-                    alike = collector.own if self._divided else holders
+                    alike = own if self._divided else holders
                     state[name] = self._flat.tree(collector, live[parameter], path, parameter, alike)
-                if self.accumulating and parameter.grad is not None:
-                    gradients[name] = collector.tree(parameter.grad, (f"{self.prefix}/:gradients", name))
-            groups.append({"params": names, "values": values})
-        others = {} if num_found == len(live) else dict(self._others(live, named))
-        more = {key: collector.tree(others[key], (f"{self.prefix}/:state", key)) for key in sorted(others)}
-        return {"groups": groups, "state": state, "others": more, "gradients": gradients}
+            members.append(names)
+        return _Found(members, list(map(squeeze, members)), squeeze(state), len(state), collector.leaves)
+
+    def _gradients(self, collector: Collector, named: Mapping[int, tuple[str, Holders]]) -> Iterator[tuple[str, Any]]:
+        for index, group in enumerate(self.optimizer.param_groups):
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    name, _ = self._name(named, parameter, index)
+                    yield name, collector.tree(parameter.grad, (f"{self.prefix}/:gradients", name))
 
     def _name(
         self, named: Mapping[int, tuple[str, Holders]], parameter: torch.Tensor, index: int

@@ -29,7 +29,7 @@ from p2pstate.state.rebuilding import Rebuilder, references
 
 __all__ = ["FORMAT", "Live", "names_in", "restore"]
 
-FORMAT = 2
+FORMAT = 3
 _MAX_NAMES_SHOWN = 8
 
 

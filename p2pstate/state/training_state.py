@@ -2,7 +2,8 @@
 
 In: models, optimizers, objects, a dict of the user's own. Out: ``Collected``, which aliases live memory.
 Invariants: ``collect`` copies no tensor data, fires no hook, draws no random number and changes nothing; equal states
-of equal objects give equal names and equal ``values``. It looks at the live objects anew each time.
+of equal objects give equal names and equal ``values``. It looks at the live objects each time; what is known of them is
+used again only for tensors that are the same objects over the same memory (see sameness.py).
 Known limits: what a program keeps elsewhere (closures, module attributes, gradients of parameters in no optimizer) is
 not seen: keep it in ``extra`` or in an object with ``state_dict``.
 """
@@ -12,7 +13,8 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
+from operator import is_
 from typing import Any
 
 import torch
@@ -21,12 +23,12 @@ from torch.optim import Optimizer
 
 from p2pstate.state import rng as random_streams
 from p2pstate.state.buffers import BufferShapes
-from p2pstate.state.codec import decode, pack
+from p2pstate.state.codec import decode, pack, squeeze
 from p2pstate.state.collecting import Collector
 from p2pstate.state.errors import LeafError
 from p2pstate.state.holders import current_world
 from p2pstate.state.leaves import Holders, Leaf
-from p2pstate.state.naming import ModelNames
+from p2pstate.state.naming import Look, ModelNames
 from p2pstate.state.objects import check_object, collect_extra, collect_object
 from p2pstate.state.optimizers import OptimizerState
 from p2pstate.state.restore import FORMAT, Live, restore
@@ -38,11 +40,27 @@ _RESERVED = re.compile(r"(model|optimizer)\d*|extra|rng")
 
 @dataclass(frozen=True, slots=True)
 class Collected:
-    """One look at the state. The leaves change with the live objects: copy them before the next step."""
+    """One look at the state. The leaves change with the live objects: copy them before the next step.
+
+    While nothing but their bytes changes, ``leaves`` is the very same list each time.
+    """
 
     leaves: list[Leaf]  # sorted by name
     values: bytes  # MessagePack of all plain values; only this rank's
     tied: Mapping[str, str]  # further names of tensors in models -> the names of their leaves
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    """What was found in all models, and is the same as long as ``looks`` are: see ModelNames.look."""
+
+    own: Holders
+    looks: list[Look]
+    named: dict[int, tuple[str, Holders]]
+    trainable: set[str]
+    frozen: Any
+    changed_buffers: Any
+    leaves: list[Leaf]
 
 
 class TrainingState:
@@ -80,6 +98,9 @@ class TrainingState:
             rng=rng,
         )
         self._shapes = BufferShapes(self._live.models)
+        self._models: _Models | None = None
+        self._known: list[list[Leaf]] = []
+        self._leaves: list[Leaf] | None = None  # all of them in order, if there are no others
         self._names: list[str] = []
         self._order: list[int] = []
         self._tied: dict[str, str] = {}
@@ -88,19 +109,10 @@ class TrainingState:
 
     def collect(self) -> Collected:
         """The state as it is now. LeafError names what cannot be captured."""
-        collector = Collector(current_world().own)
-        named: dict[int, tuple[str, Holders]] = {}
-        frozen: list[str] = []
-        trained = {id(p) for o in self._live.optimizers for group in o.optimizer.param_groups for p in group["params"]}
-        self._trained.clear()
-        for model in self._live.models:
-            for name, tensor, holders in model.tensors():
-                named[id(tensor)] = (name, holders)
-                collector.add(name, tensor, holders)
-                if not tensor.requires_grad and isinstance(tensor, nn.Parameter):
-                    frozen.append(name)
-                elif id(tensor) in trained:
-                    self._trained.add(name)
+        own = current_world().own
+        collector = Collector(own)
+        models = self._look_at_models(own)
+        collector.known.append(models.leaves)
         extra_state = {
             name: collector.tree(module.get_extra_state(), name)
             for model in self._live.models
@@ -112,7 +124,7 @@ class TrainingState:
             for name, module in model.data_parallel_modules()
         }
         evaluating = [name for model in self._live.models for name, module in model.modules() if not module.training]
-        optimizers = {o.prefix: o.collect(collector, named) for o in self._live.optimizers}
+        optimizers = {o.prefix: o.collect(collector, models.named) for o in self._live.optimizers}
         objects = {name: collect_object(collector, name, thing) for name, thing in sorted(self._live.objects.items())}
         extra = None if self._live.extra is None else collect_extra(collector, self._live.extra)
         streams = collector.tree(random_streams.capture(), "rng") if self._live.rng else None
@@ -121,16 +133,35 @@ class TrainingState:
                 "format": FORMAT,
                 "extra_state": extra_state,
                 "forward_sync": forward_sync,
-                "frozen": frozen,
-                "evaluating": evaluating,
-                "changed_buffers": self._shapes.changed(),
+                "frozen": models.frozen,
+                "evaluating": squeeze(evaluating),
+                "changed_buffers": models.changed_buffers,
                 "optimizers": optimizers,
                 "objects": objects,
                 "extra": extra,
                 "rng": streams,
             }
         )
-        return Collected(self._sorted(collector.leaves), values, self._tied)
+        return Collected(self._all_leaves(collector, models.trainable), values, self._tied)
+
+    def _look_at_models(self, own: Holders) -> _Models:
+        looks = [model.look() for model in self._live.models]
+        known = self._models
+        if known is None or known.own != own or not all(map(is_, looks, known.looks)):
+            collector = Collector(own)
+            named: dict[int, tuple[str, Holders]] = {}
+            trainable: set[str] = set()
+            frozen: list[str] = []
+            for name, tensor, holders in (each for look in looks for each in look.named):
+                named[id(tensor)] = (name, holders)
+                collector.add(name, tensor, holders)
+                if tensor.requires_grad:
+                    trainable.add(name)
+                elif isinstance(tensor, nn.Parameter):
+                    frozen.append(name)
+            changed = squeeze(self._shapes.changed())
+            known = self._models = _Models(own, looks, named, trainable, squeeze(frozen), changed, collector.leaves)
+        return known
 
     def parameter_names(self) -> set[str]:
         """The leaves (or, of tensors made of several, the beginnings of their names) that are parameters."""
@@ -169,6 +200,12 @@ class TrainingState:
 
     def restore_decoded(self, tensors: Mapping[str, torch.Tensor], values: Any) -> None:
         """:meth:`restore` of values that are decoded already; they are used up."""
+        self._models = self._leaves = None
+        self._known = []
+        for model in self._live.models:
+            model.forget()
+        for optimizer in self._live.optimizers:
+            optimizer.forget()
         with torch.no_grad():
             restore(self._live, self._shapes, tensors, values)
 
@@ -179,6 +216,17 @@ class TrainingState:
             for name, tensor, holders in model.tensors():
                 collector.add(name, tensor, holders)
         return collector.leaves
+
+    def _all_leaves(self, collector: Collector, trainable: set[str]) -> list[Leaf]:
+        known = collector.known
+        if len(known) != len(self._known) or not all(map(is_, known, self._known)):
+            self._known, self._leaves = known, None
+            self._trained = trainable.intersection(chain.from_iterable(o.names for o in self._live.optimizers))
+        if collector.leaves:
+            return self._sorted([*chain.from_iterable(known), *collector.leaves])
+        if self._leaves is None:
+            self._leaves = self._sorted([*chain.from_iterable(known)])
+        return self._leaves
 
     def _sorted(self, leaves: list[Leaf]) -> list[Leaf]:
         names = [leaf.name for leaf in leaves]

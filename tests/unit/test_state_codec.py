@@ -6,6 +6,7 @@ import math
 import random
 import struct
 import tracemalloc
+import zlib
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
 from enum import IntEnum
 from typing import Any
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from state_zoo import bits
 
 from p2pstate.state import LeafError
-from p2pstate.state.codec import MAX_DEPTH, TensorRef, decode, encode
+from p2pstate.state.codec import MAX_DEPTH, TensorRef, decode, encode, lower, pack, squeeze
 
 EXACT = [
     None,
@@ -278,11 +279,24 @@ def test_codec_of_deep_nesting_within_the_limit_round_trips() -> None:
         msgpack.packb(msgpack.ExtType(9, msgpack.packb(["eval", {}]))),
         msgpack.packb(msgpack.ExtType(1, b"\x01")),
         msgpack.packb(msgpack.Timestamp(1, 2)),
+        msgpack.packb(msgpack.ExtType(20, b"\x78\x01")),
+        msgpack.packb(msgpack.ExtType(20, zlib.compress(pack("x"))[:-1])),
+        msgpack.packb(msgpack.ExtType(20, zlib.compress(pack("x")) + b"y")),
+        msgpack.packb(msgpack.ExtType(20, zlib.compress(b"\0" * (1 << 27)))),
     ],
 )
 def test_codec_of_bytes_that_are_no_value_is_refused(data: bytes) -> None:
     with pytest.raises(LeafError, match="damaged"):
         decode(data)
+
+
+def test_codec_of_a_squeezed_value_gives_the_value() -> None:
+    names = [f"layers.{number}.weight" for number in range(500)]
+    value = {"names": names, "few": ["a"], "pairs": dict.fromkeys(names, (1, 2.5))}
+    lowered = {key: squeeze(lower(each, key)) for key, each in value.items()}
+    assert lowered["few"] == ["a"], "what is small stays readable"
+    assert decode(pack(lowered)) == value
+    assert len(pack(lowered)) < len(encode(value)) / 4
 
 
 def test_codec_of_nested_claims_allocates_no_more_than_the_bytes_can_hold() -> None:

@@ -343,9 +343,9 @@ def broken(change: Any) -> bytes:
     [
         b"",
         b"\xc0",
-        encode({"format": 2}),
+        encode({"format": 3}),
         encode([1]),
-        broken(lambda v: v.update(format=3)),
+        broken(lambda v: v.update(format=2)),
         broken(lambda v: v.update(objects=[])),
         broken(lambda v: v.update(rng=5)),
         broken(lambda v: v.update(extra=[[1]])),
@@ -371,7 +371,7 @@ def test_restore_of_malformed_values_is_refused_before_any_write(values: bytes) 
 
 def test_values_are_plain_messagepack() -> None:
     values = msgpack.unpackb(image_of(simple(nn.Linear(1, 1))).values, strict_map_key=False)
-    assert values["format"] == 2
+    assert values["format"] == 3
     assert values["optimizers"]["optimizer"]["groups"][0]["params"] == ["model/weight", "model/bias"]
     assert values["optimizers"]["optimizer"]["groups"][0]["values"]["momentum"] == 0.9
 
