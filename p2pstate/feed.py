@@ -18,16 +18,19 @@ __all__ = ["Feed", "LoopPosition"]
 
 
 class LoopPosition:
-    """Part of the captured state: whether the data was being iterated, that is, whether ``iter(data)`` is behind us."""
+    """Part of the captured state: whether the data was being iterated, that is, whether ``iter(data)`` is behind us,
+    and how many batches were taken in all."""
 
     def __init__(self) -> None:
         self.iterating = False
+        self.num_batches = 0
 
-    def state_dict(self) -> dict[str, bool]:
-        return {"iterating": self.iterating}
+    def state_dict(self) -> dict[str, int]:
+        return {"iterating": self.iterating, "num_batches": self.num_batches}
 
-    def load_state_dict(self, state: dict[str, bool]) -> None:
-        self.iterating = state["iterating"]
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.iterating = bool(state["iterating"])
+        self.num_batches = state.get("num_batches", 0)  # versions before 0.1 had none
 
 
 class Feed:
@@ -38,12 +41,27 @@ class Feed:
 
     def next(self) -> tuple[Any, ...]:
         """The next batch, as arguments of train_step. Raises StopIteration when the data ends."""
-        if self._data is None:
-            return ()
-        if self._iterator is None:
-            self._iterator = iter(self._data)
-            self._position.iterating = True
-        return (next(self._iterator),)
+        batch: tuple[Any, ...] = ()
+        if self._data is not None:
+            if self._iterator is None:
+                self._iterator = iter(self._data)
+                self._position.iterating = True
+            batch = (next(self._iterator),)
+        self._position.num_batches += 1
+        return batch
+
+    @property
+    def num_batches(self) -> int:
+        """How many were taken in all, up to the restored position and since."""
+        return self._position.num_batches
+
+    def skip_to(self, num_batches: int) -> None:
+        """Take batches, which nobody is trained with, until so many were taken in all, or the data ends."""
+        try:
+            while self._position.num_batches < num_batches:
+                self.next()
+        except StopIteration:
+            self.ended()
 
     def ended(self) -> None:
         """The data ended here: the next batch begins a new pass over it."""

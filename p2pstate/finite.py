@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 __all__ = ["POLICIES", "all_finite"]
 
-POLICIES = ("ignore", "stop", "skip")
+POLICIES = ("ignore", "stop", "skip", "rollback")
 
 
 def all_finite(optimizer: Optimizer) -> bool:

@@ -35,6 +35,8 @@ class RankReport:
     committed_step: int  # newest step it has committed in this process
     ended_at: int = -1  # its data ended after this step; -1: it has data
     wrappers: bytes = b""  # how far each wrapper has come that changes its collectives (see rehearsal.py)
+    spoilt_step: int = 0  # its gradients were no numbers, and all go back behind it; 0: they were
+    num_batches: int = 0  # that its loop has taken until then
 
 
 @dataclass(frozen=True, slots=True)

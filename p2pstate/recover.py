@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field, replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgpack
 import torch
@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import DistStoreError, ReduceOp
 
 from p2pstate.capture import read_image
-from p2pstate.errors import ConfigError, P2PStateError, Retryable
+from p2pstate.errors import ConfigError, NotFinite, P2PStateError, Retryable
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.status import STATUS
 from p2pstate.groups.transport import Incoming, Outgoing, Payload
@@ -47,6 +47,10 @@ from p2pstate.state import TrainingState
 from p2pstate.trace import Row
 from p2pstate.types import RoundInfo, SlotRecord, Start, Version
 from p2pstate.worker.link import Link
+
+if TYPE_CHECKING:
+    from p2pstate.durable.catalog import Found
+    from p2pstate.durable.resume import Resolved
 
 __all__ = ["ROUND_FAILED", "Joined", "LostError", "MustStartOver", "Phases", "join"]
 
@@ -96,6 +100,7 @@ class Joined:
     lean: bool = False
     sizes_of_all: list[tuple[int, int]] = field(default_factory=list)  # see Asked
     replicas: list[Any] = field(default_factory=list)  # of each survivor
+    num_batches: int = 0  # that must be behind all ranks: what comes before is not trained with again
 
 
 def join(
@@ -115,8 +120,9 @@ def join(
     the agent what all ranks do together.
 
     Raises MustStartOver when no version can be resumed in place, LostError when there is none any more, neither in
-    memory nor on ``disk``; ConfigError in a newcomer that asks for other settings than those who are there; Retryable,
-    DistStoreError or RuntimeError when the round ends or a member fails meanwhile: join the next round then.
+    memory nor on ``disk``, NotFinite when all go back behind a step and there is no checkpoint from before; ConfigError
+    in a newcomer that asks for other settings than those who are there; Retryable, DistStoreError or RuntimeError when
+    the round ends or a member fails meanwhile: join the next round then.
     """
     assert registry.make_store is not None
     store = registry.make_store(info.epoch)
@@ -130,6 +136,11 @@ def join(
     with phases.phase("groups"), row.inside("connect"):
         if not connected:
             registry.attach(call(lambda: registry.build(info.epoch), is_over, "connecting"))
+    spoilt = max(reports.values(), key=lambda each: each.spoilt_step)
+    if spoilt.spoilt_step:
+        assert disk is not None, "settings that ask for it name a directory"
+        back = _behind(spoilt, asked.settings.nan_rollback, disk, store, info, registry, state, reports, phases)
+        return replace(back, lean=lean, sizes_of_all=sizes_of_all, replicas=replicas)
     slots = _LocalSlots(link)
     ended_at = min((each.ended_at for each in reports.values() if each.ended_at >= 0), default=None)
     try:
@@ -186,19 +197,57 @@ def _from_disk(
             seen = "; ".join(resolved.skipped) or "there is none"
             raise LostError(f"{in_memory}; and no checkpoint on disk can be used: {seen}") from in_memory
         return None
+    joined = _restore_from_disk(disk, resolved, resolved.choice, info, registry, state, reports, str(in_memory), phases)
+    return replace(joined, end_step=ended_at)
+
+
+def _behind(
+    spoilt: RankReport,
+    num_back: int,
+    disk: Disk,
+    store: Store,
+    info: RoundInfo,
+    registry: Registry,
+    state: TrainingState,
+    reports: Mapping[int, RankReport],
+    phases: Phases,
+) -> Joined:
+    """Resume a checkpoint from before the step of which gradients were no numbers. Raises NotFinite: there is none."""
+    step = spoilt.spoilt_step
+    why = f"gradients of step {step} are NaN or infinite"
+    with phases.phase("verify"):
+        resolved = disk.resolve(store, info, why, before_step=step, num_back=num_back)
+    if resolved.choice is None:
+        seen = "; ".join(resolved.skipped) or "there is none yet"
+        raise NotFinite(f"{why}, and no checkpoint from before can be used: {seen}")
+    joined = _restore_from_disk(disk, resolved, resolved.choice, info, registry, state, reports, why, phases)
+    return replace(joined, num_batches=max(each.num_batches for each in reports.values() if each.spoilt_step))
+
+
+def _restore_from_disk(
+    disk: Disk,
+    resolved: Resolved,
+    choice: Found,
+    info: RoundInfo,
+    registry: Registry,
+    state: TrainingState,
+    reports: Mapping[int, RankReport],
+    why: str,
+    phases: Phases,
+) -> Joined:
     unsettled = why_unsettled(reports)
     if unsettled:
-        reason = f"{unsettled}: all workers start again and resume from disk at step {resolved.choice.step}"
+        reason = f"{unsettled}: all workers start again and resume from disk at step {choice.step}"
         raise MustStartOver(StartOver(Start.RESTART, reason))
     with phases.phase("restore"):
         version = disk.restore(resolved, state, info.world_size)
         _all_done(registry, lambda: STATUS.error is not None)
     seen_step = max([info.progress, *(report.committed_step for report in reports.values())])
-    reason = f"{in_memory}; {resolved.choice.path} is the newest good checkpoint"
+    reason = f"{why}; {choice.path} is the newest good checkpoint"
     reason = "; ".join([reason, *(f"skipped {each}" for each in resolved.skipped)])
     lost = max(0, seen_step - version.step)
-    assert resolved.choice.manifest is not None
-    return Joined(version, version, lost, "disk", resolved.choice.manifest.num_bytes, reason, ended_at)
+    assert choice.manifest is not None
+    return Joined(version, version, lost, "disk", choice.manifest.num_bytes, reason, None)
 
 
 def _meet(

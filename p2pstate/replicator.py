@@ -70,8 +70,12 @@ class Replicator:
             skip the next capture together.
         on_nan: what becomes of a step in which a gradient of any rank is NaN or infinite, before an optimizer uses it:
             ``"stop"`` ends the run with exit code 1, ``"skip"`` leaves the batch out on all ranks and goes on with the
-            next one, ``"ignore"`` does not look. Looking is one pass over the gradients. (An optimizer that steps in
-            backward is not looked at.)
+            next one, ``"rollback"`` resumes a checkpoint of before on all ranks and leaves out the batches since then,
+            this one included, ``"ignore"`` does not look. Looking is one pass over the gradients. (An optimizer that
+            steps in backward is not looked at.)
+        nan_rollback: how many checkpoints ``on_nan="rollback"`` goes back, at most ``checkpoint_keep``: more than one
+            where the model is spoilt some time before its gradients are. The run ends as with ``"stop"`` where there is
+            none.
         recovery_timeout_s: how long a rank waits for the others in each phase of a recovery.
         checkpoint: a directory on storage that all nodes share, or a URL that fsspec knows (``"s3://bucket/run"``).
             Protected versions are written there in PyTorch's distributed checkpoint format, by a process of their own,
@@ -102,6 +106,7 @@ class Replicator:
         every: int | Literal["auto"] = 1,
         max_overhead: float = 0.02,
         on_nan: str = "ignore",
+        nan_rollback: int = 1,
         recovery_timeout_s: float = 300.0,
         checkpoint: str | os.PathLike[str] | None = None,
         checkpoint_every: int | timedelta = timedelta(minutes=15),
@@ -130,6 +135,7 @@ class Replicator:
             lean=lean,
             verify_replicas=verify_replicas,
             on_nan=on_nan,
+            nan_rollback=nan_rollback,
             checkpoint=policy,
         )
         models = [c for c in components if isinstance(c, torch.nn.Module)]

@@ -44,8 +44,11 @@ class Disk:
         self._timeout_s = timeout_s
         self._resolved: dict[int, Resolved] = {}
 
-    def resolve(self, store: Store, info: RoundInfo, why: str) -> Resolved:
-        """Decide with all ranks of the round, once in it. ``why``: why the disk is asked."""
+    def resolve(
+        self, store: Store, info: RoundInfo, why: str, before_step: int | None = None, num_back: int = 1
+    ) -> Resolved:
+        """Decide with all ranks of the round, once in it. ``why``: why the disk is asked. ``before_step``,
+        ``num_back``: see durable.resume.resolve."""
         from p2pstate.durable.resume import resolve
 
         known = self._resolved.get(info.epoch)
@@ -53,7 +56,7 @@ class Disk:
             return known
         began = time.monotonic()
         with STATUS.trace.expect("checking checkpoints", self._timeout_s):
-            found = resolve(store, self._storage, self._rank, info.world_size, self._timeout_s)
+            found = resolve(store, self._storage, self._rank, info.world_size, self._timeout_s, before_step, num_back)
         self._resolved = {info.epoch: found}
         if self._rank == 0:
             choice = found.choice

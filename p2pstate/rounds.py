@@ -9,8 +9,10 @@ leaves nothing behind, and the next one is tried; the process's collectives echo
 
 from __future__ import annotations
 
+import sys
 import time
 
+from p2pstate.errors import NotFinite
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.observe.meter import METER
@@ -153,6 +155,9 @@ class Rounds:
             # Such as parts that the model got after the version: a process of its own begins without them.
             reason = f"{error}: all workers start again"
             link.send("start_over", epoch=info.epoch, start=Start.RESTART, reason=reason)
+        except NotFinite as error:
+            print(f"p2pstate: {error}", file=sys.stderr)
+            context.leave(str(error), code=1, innocent=False)
         except LostError as error:
             link.send("state_lost", epoch=info.epoch, reason=str(error))
         except ROUND_FAILED as error:

@@ -60,6 +60,7 @@ class Settings:
     lean: bool | Literal["auto"] = "auto"
     verify_replicas: int = 0
     on_nan: str = "ignore"
+    nan_rollback: int = 1
     checkpoint: CheckpointPolicy | None = None
 
     def __post_init__(self) -> None:
@@ -77,6 +78,18 @@ class Settings:
 
         if self.on_nan not in POLICIES:
             raise ValueError(f"on_nan={self.on_nan!r}: give one of {', '.join(map(repr, POLICIES))}")
+        if self.on_nan == "rollback" and self.checkpoint is None:
+            raise ValueError(
+                "on_nan='rollback' goes back to a checkpoint, for memory holds the last two versions only: give "
+                "checkpoint=, or leave such batches out with on_nan='skip'"
+            )
+        if self.nan_rollback < 1:
+            raise ValueError(f"nan_rollback={self.nan_rollback}: go back 1 or more checkpoints")
+        if self.checkpoint is not None and self.nan_rollback > self.checkpoint.keep:
+            raise ValueError(
+                f"nan_rollback={self.nan_rollback} goes back more checkpoints than checkpoint_keep="
+                f"{self.checkpoint.keep} keeps"
+            )
         if self.verify_replicas < 0:
             raise ValueError(f"verify_replicas={self.verify_replicas}: compare every 1 or more steps, or 0 for never")
         if self.lean is not True and self.lean is not False and self.lean != "auto":

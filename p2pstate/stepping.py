@@ -49,6 +49,7 @@ class Stepping:
         self._protection = protection
         self._vote_timeout_s = vote_timeout_s
         self._on_nan = on_nan
+        self.spoilt_step = 0  # the run goes back behind this step; 0: behind none
         self._block: StepBlock | None = None
         self._rehearsing = False
         self._num_quiet_blocks = 0
@@ -134,6 +135,12 @@ class Stepping:
     def _not_finite(self, step: int, rank: int) -> None:
         if self._on_nan == "skip":
             raise StepSkipped
+        if self._on_nan == "rollback":
+            self.spoilt_step = step
+            STATUS.fail(
+                P2PStateError(f"in step {step} gradients of rank {rank} are NaN or infinite: the run goes back")
+            )
+            raise StepDiscarded
         raise NotFinite(
             f"in step {step} gradients of rank {rank} are NaN or infinite: the run stops before they reach the model "
             "(on_nan='stop'); look for the batch or the learning rate, or leave such batches out with on_nan='skip'"

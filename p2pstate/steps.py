@@ -411,12 +411,14 @@ class Loop:
             METER.discarded(self._stepping.step_s, time.monotonic() - STATUS.error_at)
         self._discard_pending = False
         self.protection.fence()
+        num_batches = self._feed.num_batches
         self._feed.drop()
         self._forget_gradients()
         ended_at = -1 if self._ended_at is None else self._ended_at
         committed = 0 if newcomer else self.step
         warm = self._rehearsals.num_steps
-        report = RankReport(self._context.rank, newcomer, warm, committed, ended_at, self._rehearsals.stages())
+        stages, spoilt = self._rehearsals.stages(), self._stepping.spoilt_step
+        report = RankReport(self._context.rank, newcomer, warm, committed, ended_at, stages, spoilt, num_batches)
         with METER.inside("recovery.agree"):
             joined = self._rounds.recover(report, failed_step=self.step + 1)
         METER.enter("other")
@@ -428,3 +430,5 @@ class Loop:
         self._end_step = joined.end_step
         self._hooks.forget()
         self._feed.resume()
+        self._feed.skip_to(joined.num_batches)
+        self._stepping.spoilt_step = 0

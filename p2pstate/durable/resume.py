@@ -37,11 +37,21 @@ class Resolved:
     skipped: tuple[str, ...]
 
 
-def resolve(store: Store, storage: Storage, rank: int, world_size: int, timeout_s: float) -> Resolved:
-    """Called by all ranks of a round alike. Raises ConfigError when what is on storage cannot be read."""
+def resolve(
+    store: Store,
+    storage: Storage,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    before_step: int | None = None,
+    num_back: int = 1,
+) -> Resolved:
+    """Called by all ranks of a round alike: the newest good one; of those before ``before_step``, if given, the
+    ``num_back``-th newest, or the oldest where there are fewer. Raises ConfigError when what is there cannot be read.
+    """
     timeout = timedelta(seconds=timeout_s)
     if rank == 0:
-        store.set("disk/candidates", _candidates(storage))
+        store.set("disk/candidates", _candidates(storage, before_step, num_back))
     store.wait(["disk/candidates"], timeout)
     listed = msgpack.unpackb(store.get("disk/candidates"))
     if listed["error"]:
@@ -62,13 +72,16 @@ def resolve(store: Store, storage: Storage, rank: int, world_size: int, timeout_
     return Resolved(None, tuple(skipped))
 
 
-def _candidates(storage: Storage) -> Any:
+def _candidates(storage: Storage, before_step: int | None, num_back: int) -> Any:
     """The complete ones, the newest first, and why the others are none. (The oldest that are broken are not told.)"""
     try:
         found = list_checkpoints(storage)
     except OSError as error:
         return _packed([], [], str(error))
     complete = [each for each in found if each.manifest is not None and not each.problem]
+    if before_step is not None:
+        complete = [each for each in complete if each.step < before_step]
+        complete = complete[min(num_back, len(complete)) - 1 :] if complete else []
     oldest = complete[-1].serial if complete else 0
     broken = [f"{each.name}: {each.problem}" for each in found if each.problem and each.serial > oldest]
     return _packed([(each.name, each.manifest.digest) for each in complete if each.manifest], broken, "")

@@ -67,12 +67,12 @@ class WorkerContext:
         self.link.send("paused")
         time.sleep(HOLD_S)  # the agent ends this process
 
-    def leave(self, reason: str) -> NoReturn:
-        """End this process, for another one to take its rank."""
-        self.link.send("failed", code=EXIT_RETRY, text=reason, innocent=True)
+    def leave(self, reason: str, code: int = EXIT_RETRY, *, innocent: bool = True) -> NoReturn:
+        """End this process, for another one to take its rank; not ``innocent``: and the run, with this code."""
+        self.link.send("failed", code=code, text=reason, innocent=innocent)
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(EXIT_RETRY)
+        os._exit(code)
 
     @property
     def under_torchrun(self) -> bool:

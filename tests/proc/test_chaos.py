@@ -152,6 +152,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, fork_server: dict[str,
 def check(seed: int, undisturbed: dict[str, Path], tmp_path: Path, environ: dict[str, str]) -> None:
     parallelism = sorted(PARALLELISMS)[seed % 2]
     out, injected = train(tmp_path, parallelism, seed, environ)
+    print(f"seed {seed}, {parallelism}, {len(injected)} faults:", *injected, sep="\n  ")
     comparison = compare(out, undisturbed[parallelism], NUM_RANKS)
     assert comparison.identical, "\n".join([parallelism, *injected, *comparison.differences])
     assert injected

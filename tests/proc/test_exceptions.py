@@ -81,3 +81,21 @@ def test_gradients_that_are_no_numbers_stop_the_run_or_are_left_out_as_asked(
     faulted = train(tmp_path / "faulted", fork_server, "7:2:grads-nan", "14:1:forward-die", args=("--on-nan", "skip"))
     assert faulted.codes == WELL, faulted.log_tails
     assert faulted.digests == skipped.digests
+
+
+def test_gradients_that_are_no_numbers_take_the_run_back_to_a_checkpoint_and_past_the_batches_since(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    """Twice: the batch that follows those left out is as bad."""
+    args = ("--on-nan", "rollback", "--checkpoint-every", "10")
+    outcome = train(tmp_path / "back", fork_server, "12:2:grads-nan", "13:1:grads-nan", args=args)
+    assert outcome.codes == WELL, outcome.log_tails
+    assert not outcome.replaced()
+    assert [event["version"][1] for event in outcome.all("recovery")] == [10] * 8, outcome.log_tails
+    for rank in range(4):
+        lines = (tmp_path / "back" / "out" / f"batches-{rank}").read_text().splitlines()
+        newest = dict(map(int, line.split()) for line in lines)
+        assert newest == {step: step if step <= 10 else step + 3 for step in range(1, NUM_STEPS + 1)}
+    early = train(tmp_path / "early", fork_server, "3:2:grads-nan", args=(*args[:3], "1000"))
+    assert early.codes == {"node0": 1, "node1": 1}, early.log_tails
+    assert "gradients of step 3 are NaN or infinite, and no checkpoint from before can be used" in early.log_tails

@@ -16,10 +16,10 @@ odd       an exception that cannot be copied or shown
 exit      sys.exit()
 interrupt KeyboardInterrupt
 reduce    a collective
-nan       gradients that are no numbers
+nan       gradients that are no numbers; with checkpoints, once there is one
 
 digest-RANK, in the folder --out, is the digest of parameters, momentum and random state at the end; steps-RANK has the
-steps that came out of the loop and the process that they came from.
+steps that came out of the loop and the process that they came from, batches-RANK these steps and the batch of each.
 """
 
 import argparse
@@ -63,6 +63,7 @@ class Mishaps:
         self._out = out
         self.step = 0
         self.spoils = False
+        self.saves = False  # there will be checkpoints
 
     def here(self, where: str) -> None:
         for step, kind in self._at:
@@ -118,6 +119,9 @@ class Mishaps:
 
     def _nan(self) -> None:
         self.spoils = True
+        with p2pstate.Replicator.expect("a checkpoint", 60):
+            while self.saves and not any(self._out.glob("disk/*/.metadata")):
+                time.sleep(0.01)
 
     def _reduce(self) -> None:
         dist.all_reduce(torch.ones(1))
@@ -173,15 +177,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--mishap", action="append", default=[])
     parser.add_argument("--on-nan", default="ignore")
+    parser.add_argument("--checkpoint-every", type=int, default=0)
     parser.add_argument("--fsdp", action="store_true")
     args = parser.parse_args()
     p2pstate.init_process_group()
     rank = int(os.environ["RANK"])
     mishaps = Mishaps(args.mishap, rank, args.out)
+    mishaps.saves = 0 < args.checkpoint_every < args.steps
     module, model = build(args, mishaps)
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    state = p2pstate.Replicator(model, optimizer, data=Data(mishaps), on_nan=args.on_nan)
+    disk = {"checkpoint": args.out / "disk", "checkpoint_every": args.checkpoint_every} if args.checkpoint_every else {}
+    state = p2pstate.Replicator(model, optimizer, data=Data(mishaps), on_nan=args.on_nan, **disk)
 
     def train_step(batch: Tensor) -> Tensor:
         if state.rehearsing:
@@ -214,10 +221,12 @@ def main() -> None:
 
     state.every(5, evaluate)
     for step, _ in state.run(train_step, steps=args.steps):
-        assert step == mishaps.step or args.on_nan == "skip"
+        assert step == mishaps.step or args.on_nan in ("skip", "rollback")
         mishaps.here("body")
         with open(args.out / f"steps-{rank}", "a") as file:
             file.write(f"{step} {os.getpid()}\n")
+        with open(args.out / f"batches-{rank}", "a") as file:
+            file.write(f"{step} {mishaps.step}\n")
 
     digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
     for parameter in module.parameters():

@@ -1,0 +1,56 @@
+"""feed: how many batches were taken is part of the state, and some can be left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from p2pstate.feed import Feed, LoopPosition
+
+
+class Data:
+    def __init__(self, end: int) -> None:
+        self.position, self._end = 0, end
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < self._end:
+            self.position += 1
+            yield self.position
+
+
+def taken(feed: Feed) -> Any:
+    return feed.next()[0]
+
+
+def test_batches_since_a_restored_position_are_left_out_whatever_was_left_out_before() -> None:
+    data, position = Data(100), LoopPosition()
+    feed = Feed(data, position)
+    assert [taken(feed) for _ in range(5)] == [1, 2, 3, 4, 5]
+    restored = position.state_dict()
+    for skipped_to, following in [(7, 8), (9, 10)]:
+        feed.drop()
+        position.load_state_dict(restored)
+        data.position = 5
+        feed.resume()
+        feed.skip_to(skipped_to)
+        assert feed.num_batches == skipped_to
+        assert taken(feed) == following
+    feed.skip_to(3)
+    assert taken(feed) == 11
+
+
+def test_data_that_ends_while_batches_are_left_out_has_ended() -> None:
+    feed = Feed(Data(3), position := LoopPosition())
+    feed.skip_to(8)
+    assert (feed.num_batches, position.iterating) == (3, False)
+    with pytest.raises(StopIteration):
+        feed.next()
+
+
+def test_without_data_turns_are_counted() -> None:
+    feed = Feed(None, LoopPosition())
+    assert feed.next() == ()
+    feed.skip_to(4)
+    assert feed.num_batches == 4
