@@ -47,6 +47,7 @@ SCRIPT = HERE / "overhead_rank.py"
 NUM_NODES, NUM_WORKERS = 2, 2
 POLL_S = 0.05
 RUN_LIMIT_S = 300.0
+ROUNDS_SHARE, SAVES_SHARE = 0.55, 0.85  # of a run's time; the rest is for the last round and the end
 MEMORY = Path("/dev/shm")
 BYTES_PER_PARAMETER = 12  # the parameter and AdamW's two averages
 COPIES_SAVED = 8  # torch.save's one, and two of each DCP variant, which are written in turns
@@ -58,7 +59,8 @@ class BenchFailed(Exception):
     """A run did not come to its end; the message says what was seen."""
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
+def settings_of(args: argparse.Namespace, began: float, budget_s: float) -> Settings:
+    """``budget_s`` from ``began`` on is what a run may take before it leaves rounds out."""
     num_parameters = args.parameters if args.parameters is not None else 300_000 if args.quick else 5_000_000
     return Settings(
         num_parameters=num_parameters,
@@ -68,6 +70,8 @@ def settings_of(args: argparse.Namespace) -> Settings:
         num_steps=3,
         num_save_steps=2,
         num_uncounted=1,
+        rounds_end=began + ROUNDS_SHARE * budget_s,
+        saves_end=began + SAVES_SHARE * budget_s,
         deadline_s=60.0,
     )
 
@@ -122,7 +126,7 @@ def table(form: str, ranks: Records, figures: Mapping[str, float]) -> list[str]:
         f"  {'  of it waiting for the buddy, mean':34} {milli(max(waits)):>12}",
         row("processor time, ranks together", processor_time(ranks)),
         row("protected after", slowest([rank["protected_s"] for rank in ranks])),
-        row("shipping while nothing else runs", slowest([rank["ship_alone_s"] for rank in ranks])),
+        row("shipping while nothing else runs", floor(ranks, "ship")),
         row("floor: memcpy", floor(ranks, "memcpy")),
         row("floor: sockets", floor(ranks, "socket")),
         f"  {'protected before the next vote':34} {100 * figures['protected_share']:10.1f} %",
@@ -140,12 +144,13 @@ def main() -> int:
     parser.add_argument("--parameters", type=int, help="default: about 5 million")
     parser.add_argument("--batch", type=int, default=64, help="rows per rank and step")
     parser.add_argument("--rounds", type=int, help="windows of each kind; more of them lessen the noise")
+    parser.add_argument("--minutes", type=float, default=5.0, help="in all; a slow machine measures fewer rounds")
     parser.add_argument("--only", action="append", choices=FORMS, help="may be given several times; default: all")
     parser.add_argument("--quick", action="store_true", help="a small model and few steps")
     parser.add_argument("--details", type=Path, help="also write every measurement of every rank to this file")
     args = parser.parse_args()
     forms = [form for form in FORMS if args.only is None or form in args.only]
-    settings = settings_of(args)
+    settings = settings_of(args, time.monotonic(), 0.0)
     width = width_for(settings.num_parameters)
     size = DEPTH * (8 * width**2 + 7 * width)
     print(f"{DEPTH} blocks of width {width}: {size / 1e6:.2f} M parameters, AdamW; {settings.batch} rows per rank")
@@ -160,9 +165,11 @@ def main() -> int:
     try:
         scratch = scratch_folder(settings)
         print(f"saves of others go to {'memory' if scratch.is_relative_to(MEMORY) else 'disk'}", flush=True)
-        for form in forms:
+        end = time.monotonic() + 60 * args.minutes
+        for index, form in enumerate(forms):
             print(f"{form}:", flush=True)
             began = time.monotonic()
+            settings = settings_of(args, began, (end - began) / (len(forms) - index))
             try:
                 ranks = measure(form, settings, folder, scratch)
             except BenchFailed as error:

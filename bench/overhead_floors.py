@@ -26,7 +26,7 @@ class Memcpy:
         self._target = torch.zeros_like(self._source)
         began = time.monotonic()
         self._target.copy_(self._source)
-        self._times = _agree_on_times(time.monotonic() - began)
+        self._times = agree_on_times(time.monotonic() - began)
 
     def once(self) -> list[float]:
         dist.barrier()
@@ -55,7 +55,7 @@ class Sockets:
         self._incoming = torch.zeros(max(1, num_incoming), dtype=torch.uint8)
         began = time.monotonic()
         self._exchange(1)
-        self._times = _agree_on_times(time.monotonic() - began)
+        self._times = agree_on_times(time.monotonic() - began)
 
     def __enter__(self) -> "Sockets":
         return self
@@ -99,7 +99,7 @@ class Sockets:
             raise errors[0]
 
 
-def _agree_on_times(once_s: float) -> int:
+def agree_on_times(once_s: float) -> int:
     slowest = torch.tensor([once_s])
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return max(1, min(MAX_TIMES, round(MIN_TRY_S / max(slowest.item(), 1e-9))))

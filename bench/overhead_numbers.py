@@ -18,8 +18,8 @@ Definitions, all times in seconds:
     host_bytes_per_unique_byte  memory of all vaults over unique_bytes
     floor_memcpy_s              all ranks at once copy as many bytes as they capture, once
     floor_socket_s              all ranks at once send what they ship over plain TCP to the same receivers
-    ship_vs_socket              floor_socket_s over what shipping takes while nothing else runs (after the last step of
-                                a loop); 1 is as fast as plain sockets
+    ship_vs_socket              floor_socket_s over what shipping takes while nothing else runs: all ranks at once send
+                                what they have captured again; 1 is as fast as plain sockets
     torch_save_s, dcp_save_s,   what saving at every step adds to a step, measured like exposed_s: rank 0 saves what
     dcp_async_s,                it has gathered; every rank saves its part; the same in the background, with a copy
     dcp_async_cached_s          made anew each time; with one that is kept
@@ -48,6 +48,7 @@ KEYS = (
     *(f"{save}_s" for save in SAVES),
 )
 DEPTH = 10
+MIN_ROUNDS = 4
 
 # Targets on two cores
 MAX_DDP_PAYLOAD_BYTES = 64 << 10
@@ -68,6 +69,8 @@ class Settings:
     num_steps: int  # counted per window
     num_save_steps: int
     num_uncounted: int  # at the beginning of a window in which something is saved: nothing is under way yet
+    rounds_end: float  # in monotonic seconds; no further round of windows begins after it, once there are a few
+    saves_end: float  # the same for saves
     deadline_s: float  # of any single wait
 
 
@@ -176,7 +179,7 @@ def summarise(ranks: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "host_bytes_per_unique_byte": sum(rank["vault_bytes"] for rank in ranks) / unique_bytes,
         "floor_memcpy_s": floor(ranks, "memcpy").median,
         "floor_socket_s": socket_s.median,
-        "ship_vs_socket": socket_s.median / slowest([rank["ship_alone_s"] for rank in ranks]).median,
+        "ship_vs_socket": socket_s.median / floor(ranks, "ship").median,
         **{f"{save}_s": saving(ranks, save).median for save in SAVES},
     }
 

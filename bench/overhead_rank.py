@@ -23,8 +23,9 @@ import torch
 import torch.distributed as dist
 from overhead_floors import Memcpy, Sockets
 from overhead_model import Job, build
-from overhead_numbers import SAVES, Settings
+from overhead_numbers import MIN_ROUNDS, SAVES, Settings
 from overhead_saves import savers
+from overhead_shipping import Shipping
 
 import p2pstate
 from p2pstate.state import TrainingState
@@ -42,7 +43,6 @@ class Rank:
         self._batches: Iterator[torch.Tensor] = iter(self.job.data)
         self.skipped: list[list[bool]] = []
         self.protected_s: list[float] = []
-        self.ship_alone_s: list[float] = []
         self.capture_s: list[float] = []
         self.wait_s: list[float] = []
         self.num_captured = self.num_shipped_bytes = 0
@@ -90,18 +90,23 @@ class Rank:
             protected_s, capture_s = newest(stats.protected_s, num_new), newest(stats.capture_s, num_new)
             self.protected_s += protected_s[:num_in_steps]
             self.capture_s += capture_s[:num_in_steps]
-            pairs = zip(protected_s[num_in_steps:], capture_s[num_in_steps:], strict=True)
-            self.ship_alone_s += [protected - capture for protected, capture in pairs]
             self.wait_s += newest(stats.wait_s, len(stats.wait_s) - num_waits)
             self.skipped.append(skipped[num_uncounted:])
         return seconds[num_uncounted:]
 
+    def is_late(self, number: int, end: float) -> bool:
+        """Whether round ``number`` is to be the last: no time is left. All ranks call this at once."""
+        late = torch.tensor([number >= MIN_ROUNDS and time.monotonic() > end])
+        dist.broadcast(late, 0)
+        return bool(late.item())
+
     def rounds(self, memcpy: Memcpy, sockets: Sockets) -> dict[str, Any]:
-        """Windows with and without protection, and the floors, in turns."""
+        """Windows with and without protection, the floors and shipping alone, in turns."""
         settings = self._settings
         windows: dict[str, list[list[float]]] = {"plain": [], "protected": []}
         cpu_s: dict[str, list[float]] = {"plain": [], "protected": []}
-        floors: dict[str, list[list[float]]] = {"memcpy": [], "socket": []}
+        floors: dict[str, list[list[float]]] = {"memcpy": [], "socket": [], "ship": []}
+        shipping = Shipping(self._state, settings.deadline_s)
         kinds = [("plain", self.plain_window, 0), ("protected", self.protected_window, settings.num_uncounted)]
         for number in range(1, settings.num_rounds + 1):
             for kind, window, num_uncounted in kinds:
@@ -111,7 +116,10 @@ class Rank:
             kinds.reverse()  # neither is always the first
             floors["memcpy"].append(memcpy.once())
             floors["socket"].append(sockets.once())
+            floors["ship"].append(shipping.once())
             self.say(f"steps with and without protection: {number} of {settings.num_rounds}")
+            if self.is_late(number, settings.rounds_end):
+                break
         return {"windows": windows, "cpu_s": cpu_s, **floors}
 
     def saves(self, scratch: Path) -> tuple[dict[str, list[list[float]]], dict[str, list[float]]]:
@@ -135,6 +143,8 @@ class Rank:
                 by_name[name].finish()
             order.rotate(2)
             self.say(f"saving at every step: {number} of {settings.num_save_rounds}")
+            if self.is_late(MIN_ROUNDS, settings.saves_end):
+                break
         return windows, calls
 
     def unique_bytes(self) -> float:
@@ -195,7 +205,6 @@ def main() -> None:
     record |= {
         "skipped": rank.skipped,
         "protected_s": rank.protected_s,
-        "ship_alone_s": rank.ship_alone_s,
         "capture_s": rank.capture_s,
         "wait_s": rank.wait_s,
         "payload_bytes": round(rank.num_shipped_bytes / rank.num_captured),

@@ -36,7 +36,7 @@ def rank(**changes: Any) -> dict[str, Any]:
         "windows": {"plain": [[0.1, 0.1], [0.1, 0.1]], "protected": [[0.11, 0.13], [0.11, 0.13]]},
         "skipped": [[False, False, False]],
         "protected_s": [0.03],
-        "ship_alone_s": [0.02],
+        "ship": [[30.0, 30.04, 2]],
         "payload_bytes": 1000,
         "unique_bytes": 500.5,
         "vault_bytes": 0,
@@ -54,7 +54,9 @@ def test_summary_has_exactly_the_keys_of_the_benchmark() -> None:
 
 def test_summary_of_two_ranks_takes_sums_of_bytes_and_the_slowest_of_times() -> None:
     first = rank(vault_bytes=3000)
-    second = rank(payload_bytes=900, protected_s=[0.05, 0.06, 0.07], ship_alone_s=[0.01], memcpy=[[10.01, 10.05, 2]])
+    second = rank(
+        payload_bytes=900, protected_s=[0.05, 0.06, 0.07], ship=[[30.01, 30.06, 2]], memcpy=[[10.01, 10.05, 2]]
+    )
     figures = summarise([first, second])
     expected = {
         "payload_bytes": 1000,
