@@ -4,23 +4,31 @@ In: the :class:`Inner` of the replication group, messages. Out: messages moved i
 host. Every exchange has four parts, each for all messages: frames, heads, bodies, digests; in each part the n-th chunk
 of every pair of ranks travels in the n-th turn, so that ranks with different amounts to move never wait in a circle.
 
-Invariants: one thread uses the group at a time; memory on the card is one chunk per rank and direction, allocated once;
-a body goes straight from and into its slot where the group works on host memory.
-Known limits: a turn begins when the one before has ended; a transfer that no cut can free (see waiting.py) leaves its
-thread behind until the group's timeout.
+On a card a chunk goes from the host to the card, over the network and to the host again, on two streams that training
+does not use; the next one is on its way to the card meanwhile. Nothing waits in CUDA: marks are polled, and a cut or
+the end of patience ends the wait.
+
+Invariants: one thread uses the group at a time; memory on the card is two chunks per rank and direction, allocated
+once; a body goes straight from and into its slot where the group works on host memory.
+Known limits: on host memory a turn begins when the one before has ended; a transfer that no cut can free (see
+waiting.py) leaves its thread behind until the group's timeout.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 import torch
 import xxhash
 
 from p2pstate.groups.inner import Inner
+from p2pstate.groups.nccl import wait_on_host
 from p2pstate.groups.transport import (
     DIGEST_BYTES,
     FRAME_BYTES,
@@ -37,7 +45,25 @@ from p2pstate.groups.transport import (
 __all__ = ["CHUNK_BYTES", "GroupTransport"]
 
 CHUNK_BYTES = 4 << 20
+CARD_CHUNK_BYTES = 16 << 20
 _TAG = 1
+
+
+class Streams:
+    """Two streams of a card: ``loading`` up to the network, ``storing`` from there on."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._loading, self._storing = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def loading(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._loading)
+
+    def storing(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._storing)
+
+    def stored(self) -> Any:
+        """A mark after all that was queued for storing."""
+        return self._storing.record_event()
 
 
 class GroupTransport:
@@ -49,7 +75,9 @@ class GroupTransport:
         self._inner = inner
         self._device = device
         self._silence_s = silence_s
-        self._staging: dict[tuple[str, int], torch.Tensor] = {}
+        self._staging: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._streams = Streams(device) if device.type == "cuda" else None
+        self._chunk_bytes = CHUNK_BYTES if self._streams is None else CARD_CHUNK_BYTES
         self._cut = False
 
     def exchange(
@@ -118,48 +146,71 @@ class GroupTransport:
 
     def _part(self, sends: Sequence[_Piece], receives: Sequence[_Piece]) -> None:
         """Move all of these, in turns of one chunk to and from each rank."""
-        for out, into in zip_longest(_turns(sends), _turns(receives), fillvalue=()):
-            self._turn(out, into)
+        under_way: deque[_Turn] = deque()
+        turns = (_turns(sends, self._chunk_bytes), _turns(receives, self._chunk_bytes))
+        for number, (out, into) in enumerate(zip_longest(*turns, fillvalue=())):
+            under_way.append(self._begin(out, into, number % 2))
+            if self._streams is None or len(under_way) == 2:
+                self._end(under_way.popleft())
+        while under_way:
+            self._end(under_way.popleft())
 
-    def _turn(self, sends: Sequence[_Piece], receives: Sequence[_Piece]) -> None:
+    def _begin(self, sends: Sequence[_Piece], receives: Sequence[_Piece], buffer: int) -> _Turn:
         group = self._inner.group
         if group is None:
             raise TransferFailed("a transfer was given up: the round is over")
         coalesces = group._get_backend(self._device).supports_coalescing
-        landing = [self._tensor("receive", piece) for piece in receives]
-        leaving = [self._tensor("send", piece) for piece in sends]
-        for piece, tensor in zip(sends, leaving, strict=True):
-            if self._staged:
-                tensor.copy_(_host(piece.view))
-        if coalesces:  # or two ranks that send to each other wait for each other's receive
-            group._start_coalescing(self._device)
-        works = [group.recv([tensor], piece.rank, _TAG) for piece, tensor in zip(receives, landing, strict=True)]
-        works += [group.send([tensor], piece.rank, _TAG) for piece, tensor in zip(sends, leaving, strict=True)]
-        if coalesces:
-            works = [group._end_coalescing(self._device)]
+        with nullcontext() if self._streams is None else self._streams.loading():
+            landing = [self._tensor("receive", piece, buffer) for piece in receives]
+            leaving = [self._tensor("send", piece, buffer) for piece in sends]
+            if self._streams is not None:
+                for piece, tensor in zip(sends, leaving, strict=True):
+                    tensor.copy_(_host(piece.view), non_blocking=True)
+            if coalesces:  # or two ranks that send to each other wait for each other's receive
+                group._start_coalescing(self._device)
+            works = [group.recv([tensor], piece.rank, _TAG) for piece, tensor in zip(receives, landing, strict=True)]
+            works += [group.send([tensor], piece.rank, _TAG) for piece, tensor in zip(sends, leaving, strict=True)]
+            if coalesces:
+                works = [group._end_coalescing(self._device)]
+        stored = self._store(works, receives, landing) if self._streams is not None else None
         for piece in sends:
             if piece.hasher is not None:
                 piece.hasher.update(piece.view)
-        for work in works:
-            work.wait()
-        for piece, tensor in zip(receives, landing, strict=True):
-            if self._staged:
-                _host(piece.view).copy_(tensor)  # waits for the card
+        return _Turn(works, receives, stored)
+
+    def _store(self, works: Sequence[Any], receives: Sequence[_Piece], landing: Sequence[torch.Tensor]) -> Any:
+        """Queue what follows the network. Returns the mark after it."""
+        assert self._streams is not None
+        with self._streams.storing():
+            for work in works:
+                work.wait()  # the stream does, not the host
+            for piece, tensor in zip(receives, landing, strict=True):
+                _host(piece.view).copy_(tensor, non_blocking=True)
+            return self._streams.stored()
+
+    def _end(self, turn: _Turn) -> None:
+        if turn.stored is None:
+            for work in turn.works:
+                work.wait()
+        else:
+            inner = self._inner
+            wait_on_host(turn.stored.query, lambda: self._cut or inner.error() is not None, self._silence_s)
+            if self._cut:
+                raise TransferFailed("a transfer was given up: the round is over")
+            if (what := inner.error()) is not None:
+                raise TransferFailed(what)
+        for piece in turn.receives:
             if piece.hasher is not None:
                 piece.hasher.update(piece.view)
 
-    @property
-    def _staged(self) -> bool:
-        return self._device.type != "cpu"
-
-    def _tensor(self, direction: str, piece: _Piece) -> torch.Tensor:
+    def _tensor(self, direction: str, piece: _Piece, buffer: int) -> torch.Tensor:
         """What the group works on: the memory itself, or a chunk on the card."""
-        if not self._staged:
+        if self._streams is None:
             return _host(piece.view)
-        chunk = self._staging.get((direction, piece.rank))
+        chunk = self._staging.get((direction, piece.rank, buffer))
         if chunk is None:
-            chunk = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=self._device)
-            self._staging[direction, piece.rank] = chunk
+            chunk = torch.empty(self._chunk_bytes, dtype=torch.uint8, device=self._device)
+            self._staging[direction, piece.rank, buffer] = chunk
         return chunk[: len(piece.view)]
 
 
@@ -172,16 +223,25 @@ class _Piece:
     hasher: xxhash.xxh3_128 | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """One chunk to and from each rank, under way. ``stored``: on a card, the mark after its last copy to the host."""
+
+    works: Sequence[Any]
+    receives: Sequence[_Piece]
+    stored: Any
+
+
 def _pieces(senders: Sequence[int], buffers: Sequence[bytearray]) -> list[_Piece]:
     return [_Piece(sender, memoryview(buffer)) for sender, buffer in zip(senders, buffers, strict=True)]
 
 
-def _turns(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
+def _turns(pieces: Sequence[_Piece], chunk_bytes: int) -> Iterator[list[_Piece]]:
     """The next chunk of every rank, again and again; of one rank all chunks in their order."""
     chunks: dict[int, list[_Piece]] = {}
     for piece in pieces:
-        for start in range(0, len(piece.view), CHUNK_BYTES):
-            chunk = _Piece(piece.rank, piece.view[start : start + CHUNK_BYTES], piece.hasher)
+        for start in range(0, len(piece.view), chunk_bytes):
+            chunk = _Piece(piece.rank, piece.view[start : start + chunk_bytes], piece.hasher)
             chunks.setdefault(piece.rank, []).append(chunk)
     for number in range(max(map(len, chunks.values()), default=0)):
         yield [chunks[rank][number] for rank in sorted(chunks) if number < len(chunks[rank])]

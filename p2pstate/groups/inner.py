@@ -68,6 +68,10 @@ class Inner:
         if self._communicator is not None:
             WATCH.add(self._communicator, on_error)
 
+    def error(self) -> str | None:
+        """What NCCL reports of this group."""
+        return self._communicator.error() if self._communicator is not None else None
+
     def cut(self) -> None:
         """Make every blocked operation raise, now. Safe from any thread."""
         self._connections.cut()

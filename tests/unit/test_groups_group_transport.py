@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -10,12 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import xxhash
 from groups_in_processes import run_ranks, start_ranks
 from torch.distributed import FileStore
 
-from p2pstate.groups.group_transport import CHUNK_BYTES, GroupTransport
+from p2pstate.groups.group_transport import CHUNK_BYTES, GroupTransport, _Turn
 from p2pstate.groups.inner import build_inner
 from p2pstate.groups.sockets import Connections
 from p2pstate.groups.transport import Incoming, Outgoing, Payload, TransferFailed
@@ -39,9 +41,31 @@ def body_of(rank: int, num_bytes: int) -> bytearray:
     return bytearray((rank * 7 + i) % 251 for i in range(251)) * (num_bytes // 251 + 1)
 
 
-def exchange_all(_line: Any, rank: int, num_ranks: int, folder: str) -> list[str]:
+class FakeStreams:
+    """A card's, on the host: what is queued runs at once. ``marks``: how often anything was stored."""
+
+    def __init__(self) -> None:
+        self.marks = 0
+
+    def loading(self) -> Any:
+        return contextlib.nullcontext()
+
+    storing = loading
+
+    def stored(self) -> FakeStreams:
+        self.marks += 1
+        return self
+
+    def query(self) -> bool:
+        return True
+
+
+def exchange_all(_line: Any, rank: int, num_ranks: int, folder: str, on_card: bool) -> list[str]:
     """Every rank sends to every other, each another number of chunks; returns what was wrong."""
     transport = transport_of(rank, num_ranks, folder)
+    streams = FakeStreams()
+    if on_card:
+        transport._streams = streams  # type: ignore[assignment]
     sizes = [0, 100, 2 * CHUNK_BYTES + 5]
     wrong, bodies, told = [], {}, []
 
@@ -67,11 +91,43 @@ def exchange_all(_line: Any, rank: int, num_ranks: int, folder: str) -> list[str
         )
     if len(told) != 3:
         wrong.append(f"hashed {len(told)} times")
+    buffers = {buffer for _, _, buffer in transport._staging}
+    if (buffers, streams.marks > 0) != (({0, 1}, True) if on_card else (set(), False)):
+        wrong.append(f"went through the buffers {buffers}")
     return wrong
 
 
-def test_messages_of_any_number_of_chunks_arrive_from_and_to_every_rank(tmp_path: Path) -> None:
-    assert run_ranks(exchange_all, tmp_path, NUM_RANKS) == [[]] * NUM_RANKS
+@pytest.mark.parametrize("on_card", [False, True])
+def test_messages_of_any_number_of_chunks_arrive_from_and_to_every_rank(on_card: bool, tmp_path: Path) -> None:
+    assert run_ranks(exchange_all, tmp_path, NUM_RANKS, on_card) == [[]] * NUM_RANKS
+
+
+class BrokenInner:
+    epoch = 1
+
+    def __init__(self, says: str | None) -> None:
+        self.says = says
+
+    def error(self) -> str | None:
+        return self.says
+
+    def cut(self) -> None:
+        """Nothing is connected."""
+
+
+class Never:
+    def query(self) -> bool:
+        return False
+
+
+@pytest.mark.parametrize(("cut", "what"), [(True, "the round is over"), (False, "NCCL reports REMOTE_ERROR")])
+def test_wait_for_a_card_ends_with_a_cut_or_with_an_error_of_nccl(cut: bool, what: str) -> None:
+    inner = BrokenInner(None if cut else what)
+    transport = GroupTransport(inner, torch.device("cpu"), SILENCE_S)  # type: ignore[arg-type]
+    if cut:
+        threading.Timer(0.05, transport.cut).start()
+    with pytest.raises(TransferFailed, match=what):
+        transport._end(_Turn([], [], Never()))
 
 
 def expected(sender: int) -> Incoming:
