@@ -102,7 +102,7 @@ def main() -> None:
     phases["groups"] = time.monotonic() - began
 
     began = time.monotonic()
-    model, net = build_model(args)
+    model, net = build_model(args, torch.device("cpu"))
     optimizer, scheduler = build_optimizer(model, args.steps)
     loader = TextLoader(
         StdlibText(), context=args.context, batch=args.batch, rank=rank, num_ranks=num_ranks, seed=args.seed

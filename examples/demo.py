@@ -134,7 +134,8 @@ def train(
     say: Callable[[str], None],
 ) -> tuple[Timeline, list[str]]:
     """One run to its end. Returns what happened, and what was left behind. Raises DemoFailed."""
-    script = [str(HERE / "train_gpt.py"), "--steps", str(args.steps), "--out", str(out)]
+    script = [str(HERE / "train_gpt.py"), "--steps", str(args.steps), "--out", str(out), "--device", args.device]
+    script += ["--share-cards"]  # where there are any
     if kills:
         script += ["--checkpoint", str(out / "checkpoints")]
     for kill in kills:
@@ -229,6 +230,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     parser.add_argument("--random", type=int, metavar="SEED", help="kill random processes at random moments")
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to train")
     parser.add_argument("--namespaces", action="store_true", help="each node in its own network and mounts (as root)")
     parser.add_argument("--silent", action="store_true", help="cut a node's network before killing it (--namespaces)")
     parser.add_argument("--report", type=Path, metavar="FILE", help="where the report goes (default: a temporary file)")

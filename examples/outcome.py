@@ -50,7 +50,7 @@ def random_states() -> dict[str, Tensor]:
         "numpy rest": torch.tensor([float(value) for value in rest], dtype=torch.float64),
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
@@ -72,7 +72,7 @@ def save_final_state(folder: Path, rank: int, model: nn.Module, optimizer: torch
                 values[where] = repr(value)
     tensors |= {f"random {name}": state for name, state in random_states().items()}
     partial = folder / f"rank{rank}.{os.getpid()}.partial"
-    torch.save({"tensors": {name: tensor.clone() for name, tensor in tensors.items()}, "values": values}, partial)
+    torch.save({"tensors": {name: tensor.cpu().clone() for name, tensor in tensors.items()}, "values": values}, partial)
     partial.replace(folder / f"rank{rank}.pt")
 
 

@@ -7,6 +7,7 @@ for comparing runs (outcome.py); --kill makes it die at an exact point, once (ki
 
 import argparse
 import math
+import os
 import random
 import time
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 import p2pstate
+from cards import device_for
 from gpt import GPT, GPTConfig
 from kill_points import KillPoints
 from outcome import Recorder, save_final_state
@@ -32,6 +34,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="folder for the final state and the positions seen")
     parser.add_argument("--ddp", action="store_true", help="DDP instead of FSDP2")
     parser.add_argument("--batch-norm", action="store_true", help="a BatchNorm, whose statistics differ by rank")
+    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    parser.add_argument("--share-cards", action="store_true", help="several ranks of one machine on the same card")
     parser.add_argument("--pace", type=float, default=0.0, metavar="S", help="rest this long after each step")
     parser.add_argument("--checkpoint", help="folder or URL for checkpoints")
     parser.add_argument("--checkpoint-stage", type=Path, help="local folder for files on their way to a URL")
@@ -44,11 +48,11 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def build_model(args: argparse.Namespace) -> tuple[GPT, nn.Module]:
+def build_model(args: argparse.Namespace, device: torch.device) -> tuple[GPT, nn.Module]:
     """The model, and what to call in its place."""
     torch.manual_seed(args.seed)  # the same weights everywhere
     config = GPTConfig(num_layers=args.num_layers, width=args.width, context=args.context, batch_norm=args.batch_norm)
-    model = GPT(config)
+    model = GPT(config).to(device)
     if args.ddp:
         return model, nn.parallel.DistributedDataParallel(model)
     for block in model.blocks:
@@ -73,10 +77,11 @@ def build_optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer
 
 def main() -> None:
     args = arguments()
+    device = device_for(args.device, int(os.environ["LOCAL_RANK"]), share=args.share_cards)
     p2pstate.init_process_group()
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
 
-    model, net = build_model(args)
+    model, net = build_model(args, device)
     optimizer, scheduler = build_optimizer(model, args.steps)
     loader = TextLoader(
         StdlibText(), context=args.context, batch=args.batch, rank=rank, num_ranks=num_ranks, seed=args.seed
@@ -99,7 +104,7 @@ def main() -> None:
     def train_step(batch: Batch) -> Tensor:
         if not state.rehearsing:
             record.delivered(batch.number, batch.positions)
-        loss = net(batch.tokens)
+        loss = net(batch.tokens.to(device))
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -107,7 +112,8 @@ def main() -> None:
         return loss.detach()
 
     for step, loss in state.run(kill.around(train_step, state), steps=args.steps):
-        record.committed(step, loss.item())
+        if state.finished():  # else a card has lost the step, which comes again
+            record.committed(step, loss.item())
         kill.between(step)
         time.sleep(args.pace)
 

@@ -206,7 +206,7 @@ class Protection:
         if self._gatherer is None or self._card is None or self._pinner is None:
             return None
         if self._context.lean:
-            self._card.finish_training()  # the own part is read from where it is
+            self.finish_card()  # the own part is read from where it is
         landing = self._gatherer.start()
         self._pinner.start()
 
@@ -219,6 +219,14 @@ class Protection:
                 raise Retryable("the state may have been copied after an error: this version is none")
 
         return land
+
+    def finish_card(self) -> bool:
+        """Wait until the card has done what it was given. False: an error came before."""
+        if self._card is None:
+            return True
+        wait_on_host(self._card.mark_training().query, lambda: STATUS.error is not None, LANDING_TIMEOUT_S)
+        WATCH.look()
+        return STATUS.error is None
 
     def fence(self) -> None:
         """From here on the state may change: training waits on the card until what changes has been read."""

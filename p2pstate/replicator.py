@@ -281,6 +281,16 @@ class Replicator:
         """The newest committed step."""
         return self._loop.step
 
+    def finished(self) -> bool:
+        """Wait until a card has done all it was given: whether the newest committed step stands.
+
+        A step is committed when all ranks have given it to their cards, which do it later. If a peer is lost meanwhile,
+        what the step returned is worthless, and it comes again: False. Ask before using it (``loss.item()``) for
+        anything but a print; asked in every step, it makes the card wait for the host. On the CPU a committed step
+        stands: True at once.
+        """
+        return self._loop.protection.finish_card()
+
     def goodput(self) -> Goodput:
         """Where this rank's time went, in seconds by category; with earlier processes of it that its node knows of."""
         return Goodput(METER.totals())

@@ -43,7 +43,8 @@ def fork_server() -> Iterator[dict[str, str]]:
             assert server.stdin is not None
             assert server.stdout is not None
             assert server.stdout.readline() == b"ready\n", "the fork server did not start"
-            yield {"P2PSTATE_FORKSERVER": path, "OMP_NUM_THREADS": "1"}
+            # On a machine with cards, too, these runs train on the CPU.
+            yield {"P2PSTATE_FORKSERVER": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
             server.stdin.close()
             server.terminate()  # a process that a test forked may have the other end of its input
             server.wait(READY_WITHIN_S)

@@ -63,8 +63,8 @@ class Card(Protocol):
         """What training queues from now on runs after ``mark``."""
         ...
 
-    def finish_training(self) -> None:
-        """Wait on the host until all that training has queued has run."""
+    def mark_training(self) -> Mark:
+        """After all that training has queued so far."""
         ...
 
     def pin(self, memory: torch.Tensor) -> None:
@@ -107,8 +107,9 @@ class CudaCard:
     def hold_training(self, mark: Mark) -> None:
         torch.cuda.current_stream(self.device).wait_event(mark)  # type: ignore[arg-type]
 
-    def finish_training(self) -> None:
-        torch.cuda.current_stream(self.device).synchronize()
+    def mark_training(self) -> Mark:
+        event: Mark = torch.cuda.current_stream(self.device).record_event()
+        return event
 
     def pin(self, memory: torch.Tensor) -> None:
         with torch.cuda.device(self.device):
