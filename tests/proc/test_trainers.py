@@ -27,11 +27,13 @@ TRAINERS = [
 ]
 
 
-def train(folder: Path, name: str, num_steps: int, fork_server: dict[str, str], *, faults: bool) -> Path:
+def train(
+    folder: Path, name: str, num_steps: int, fork_server: dict[str, str], *, faults: bool, num_workers: int = 1
+) -> Path:
     path = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)])
     script = [str(EXAMPLES / name), "--steps", str(num_steps), "--out", str(folder / "out")]
     process_dies_at, node_dies_at = num_steps // 5, num_steps // 2
-    options = {"num_training": 2, "num_spares": int(faults), "num_workers": 1}
+    options = {"num_training": 2, "num_spares": int(faults), "num_workers": num_workers}
     with Cluster(folder, script, **options, environ={**fork_server, "PYTHONPATH": path}) as run:
         deadline = time.monotonic() + WITHIN_S
         pids: dict[int, int] = {}
@@ -56,12 +58,12 @@ def train(folder: Path, name: str, num_steps: int, fork_server: dict[str, str], 
     return folder / "out"
 
 
-def assert_same_states(faulted: Path, undisturbed: Path) -> None:
+def assert_same_states(faulted: Path, undisturbed: Path, num_ranks: int = 2) -> None:
     compared = Comparison()
-    for rank in range(2):
+    for rank in range(num_ranks):
         left, right = (torch.load(folder / f"rank{rank}.pt") for folder in (faulted, undisturbed))
         compare_states(compared, rank, left, right)
-    assert compared.num_tensors > 100
+    assert compared.num_tensors >= 15 * num_ranks
     assert not compared.differences
 
 
@@ -74,6 +76,16 @@ def test_trainer_ends_with_the_same_bits_after_a_lost_rank_and_a_lost_node(
     undisturbed = train(tmp_path / "undisturbed", name, num_steps, fork_server, faults=False)
     faulted = train(tmp_path / "faulted", name, num_steps, fork_server, faults=True)
     assert_same_states(faulted, undisturbed)
+
+
+@pytest.mark.trainers
+def test_loop_with_groups_made_by_hand_and_a_distributed_optimizer_ends_with_the_same_bits_after_the_same_losses(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    arguments = ("train_megatron_style.py", 60, fork_server)
+    undisturbed = train(tmp_path / "undisturbed", *arguments, faults=False, num_workers=2)
+    faulted = train(tmp_path / "faulted", *arguments, faults=True, num_workers=2)
+    assert_same_states(faulted, undisturbed, num_ranks=4)
 
 
 class AccelerateLaunches(Torchruns):
