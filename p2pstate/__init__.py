@@ -56,6 +56,7 @@ Layout, from the top down (a file imports only what stands above it):
     cards/pinning.py        slots that a card copies to
     cards/gather.py         from a card to slots, while training goes on
     groups/nccl_settings.py  what torch is to do about NCCL errors
+    groups/journal.py       what collectives returned before the loop
     groups/waiting.py       waits that end with the round
     groups/nccl.py          NCCL of one group, on one card
     groups/status.py        the process's one error flag
@@ -137,6 +138,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/sentences.py      what a person reads
     agent/weaknesses.py
     agent/round_state.py    how far the run has come, and whether it needs a round
+    agent/journals.py       for newcomers: what collectives returned at the start
     agent/rehearsals.py     spares that have run the script
     agent/requests.py       what workers ask of their agent
     agent/status.py         what an operator is told

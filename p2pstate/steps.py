@@ -30,6 +30,7 @@ from p2pstate.errors import NotFinite, P2PStateError, StepDiscarded, StepSkipped
 from p2pstate.feed import Feed, LoopPosition
 from p2pstate.gradients import discard_gradients
 from p2pstate.groups.gate import Ballot
+from p2pstate.groups.journal import Recording
 from p2pstate.groups.status import STATUS
 from p2pstate.hooks import Hooks
 from p2pstate.loop_exit import LoopIterator, leaves_by_exception, looping_code
@@ -342,6 +343,7 @@ class Loop:
         self._context.in_loop = True
         self._context.farewell.listen()
         STATUS.loud = False
+        self._hand_over_journal()
         METER.enter("other")
         if self._rounds.epoch or STATUS.solo:
             self._link.send("in_loop")
@@ -355,6 +357,12 @@ class Loop:
         if not self._must_join:
             self._link.send("in_loop")
             self.protection.begin()
+
+    def _hand_over_journal(self) -> None:
+        """What collectives returned up to here is for newcomers; from here on they rehearse."""
+        journal, STATUS.journal = STATUS.journal, None
+        if isinstance(journal, Recording) and STATUS.error is None and (packed := journal.pack()):
+            self._link.send("journal", packed=packed)
 
     def _finish(self, timeout_s: float | None = None) -> bool:
         """All ranks have committed the last step: protect it, agree, and leave. False: a fault came first."""

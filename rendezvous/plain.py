@@ -23,6 +23,13 @@ def text_from(value: object, what: str, limit: int = MAX_TEXT_CHARS) -> str:
     return value
 
 
+def bytes_from(value: object, what: str, limit: int) -> bytes:
+    """`value` if it is at most `limit` bytes, else ValueError."""
+    if not isinstance(value, bytes) or len(value) > limit:
+        raise ValueError(f"{what} must be at most {limit} bytes")
+    return value
+
+
 def count_from(value: object, what: str, limit: int = 2**63 - 1) -> int:
     """`value` if it is an integer in 0..limit, else ValueError."""
     if type(value) is not int or not 0 <= value <= limit:

@@ -22,6 +22,7 @@ from p2pstate.agent.events import EventLog
 from p2pstate.agent.health import HealthFile
 from p2pstate.agent.held import Phase
 from p2pstate.agent.job import Job
+from p2pstate.agent.journals import Journals
 from p2pstate.agent.output import Writer
 from p2pstate.agent.pausing import Pausing
 from p2pstate.agent.ranks import Ranks
@@ -76,8 +77,9 @@ class Agent:
         self._chaos: Chaos | None = None
         if cuttable is not None:
             self._chaos = Chaos(self.node, cuttable, self._supervisor, self._vault, self._injected)
-        self._rehearsals = Rehearsals(self._supervisor, self.events, job)
-        self._ranks = Ranks(self.node, self._supervisor, self.events, self._rehearsals, job, self)
+        self._journals = Journals(self.node)
+        self._rehearsals = Rehearsals(self._supervisor, self.events, job, self._journals)
+        self._ranks = Ranks(self.node, self._supervisor, self.events, self._rehearsals, self._journals, job, self)
         self._watchdog = Watchdog(
             self.node, self._supervisor, self.events, floor_s=job.hang_floor_s, on_stuck=self._ranks.want_round
         )
@@ -106,6 +108,7 @@ class Agent:
             "checkpoint": lambda worker, **target: self._saves.configure(**target),
             "save": lambda worker, version, final: self._saves.ready(worker, version, final, self._ranks.mine),
             "paused": self._pausing.over,
+            "journal": lambda worker, packed: self._journals.from_worker(worker.rank, packed),
         }
         self._health = HealthFile(job.health_file, self.node, self._describe) if job.health_file else None
 
@@ -206,6 +209,7 @@ class Agent:
         info = round_info(view, start, self._config.run_id, self._job.num_workers)
         self._weaknesses.on_round(info)
         new_round = ranks.on_view(view)
+        self._journals.on_view(view, ranks.mine)
         if new_round:
             if ranks.info is not None and ranks.info.world_size != info.world_size:
                 self._vault.close()  # what is in it was cut for another number of ranks, and is on disk
@@ -247,6 +251,9 @@ class Agent:
         elif kind in ("look", "seen"):
             with suppress(TypeError, ValueError):  # of another version of this program
                 self._gatherer.heard(sender, kind, body)
+        elif kind == "journal":
+            with suppress(ValueError):  # of another version of this program
+                self._journals.heard(body)
         elif kind == "save":
             self._saves.heard(sender, body)
         elif kind == "drain":

@@ -20,6 +20,7 @@ from p2pstate.agent.budget import Budget
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.held import Phase
 from p2pstate.agent.job import Job
+from p2pstate.agent.journals import Journals
 from p2pstate.agent.rehearsals import Rehearsals
 from p2pstate.agent.round_state import RoundState
 from p2pstate.agent.rounds import assignment, ranks_of, round_info
@@ -55,11 +56,12 @@ class Ranks:
         supervisor: Supervisor,
         events: EventLog,
         rehearsals: Rehearsals,
+        journals: Journals,
         job: Job,
         ending: Ending,
     ) -> None:
         self._node, self._supervisor, self._events, self._rehearsals = node, supervisor, events, rehearsals
-        self._job, self._ending = job, ending
+        self._journals, self._job, self._ending = journals, job, ending
         self.on_over: Callable[[int], None] = lambda round_: None  # called with each round that was aborted
         self._name, self._run_id = node.config.name, node.config.run_id
         self._budget = Budget(job)
@@ -188,6 +190,7 @@ class Ranks:
             self.info, rank, job.num_workers, fresh=fresh, aborted=self.round_is_over, raised=self._raised_by(rank)
         )
         message["seconds"] = self._events.ledger.of_rank(rank)
+        message["journal"] = b"" if fresh else self._journals.of(rank)
         message |= job.program()
         local_rank = message["local_rank"]
         self._supervisor.assign(spare, message, rank, local_rank, Phase.FRESH if fresh else Phase.ALONE)

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.held import Phase
 from p2pstate.agent.job import Job
+from p2pstate.agent.journals import Journals
 from p2pstate.agent.rounds import assignment
 from p2pstate.agent.supervisor import Supervisor, WorkerProcess
 from p2pstate.types import RoundInfo
@@ -27,8 +28,9 @@ STEPS_BEFORE = 2  # of each of the node's ranks, after a round has begun: recove
 
 
 class Rehearsals:
-    def __init__(self, supervisor: Supervisor, events: EventLog, job: Job) -> None:
+    def __init__(self, supervisor: Supervisor, events: EventLog, job: Job, journals: Journals) -> None:
         self._supervisor = supervisor
+        self._journals = journals
         self._events = events
         self._job = job
         self._num_steps: Counter[int] = Counter()  # in this round, by rank
@@ -58,7 +60,7 @@ class Rehearsals:
                 return
             job = self._job
             message = assignment(info, each, job.num_workers, fresh=False, aborted=True)
-            message["seconds"] = {}
+            message |= {"seconds": {}, "journal": self._journals.of(each)}
             message |= job.program()
             self._supervisor.rehearse(spare, message, each)
             self._events.emit("rehearsal", rank=each, pid=spare.pid)

@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from p2pstate.groups import echo
 from p2pstate.groups.inner import Inner
+from p2pstate.groups.journal import Recording, Replay
 from p2pstate.groups.nccl import wait_on_host
 from p2pstate.groups.status import Status
 from p2pstate.groups.works import CardWork, EchoWork, GuardedWork, card_of
@@ -113,12 +114,20 @@ class P2PGroup(ProcessGroup):
         self._status.refuse_between_steps(name)
         inner = self.inner
         self._sequence += 1
+        number = self._sequence
         values = (*args, *kwargs.values())
         card = card_of(values)
         self.card = card or self.card
         if not self._status.echoing and inner is not None and self._reaches(inner, card):
             row = row or self._row
             entered = row.enter(name)
+
+            def on_end() -> None:
+                row.leave(entered)
+                if isinstance(self._status.journal, Recording):
+                    self._status.journal.ended(self.key, number, name, value)
+
+            value = values[0] if values else None
             try:
                 work = getattr(inner.group, name)(*args, **kwargs)
             except (TypeError, ValueError, NotImplementedError):
@@ -127,13 +136,15 @@ class P2PGroup(ProcessGroup):
             except Exception as error:
                 self._status.fail(error, inner.epoch)
             else:
-                value = values[0] if values else None
                 guarded = (work, self._status, inner.epoch, lambda: echoed(self._rank, values), value)
                 if card is not None:
-                    return CardWork(*guarded, lambda: row.leave(entered), blocks=name == "barrier")
-                return GuardedWork(*guarded, name in STUBBORN, lambda: row.leave(entered))
+                    return CardWork(*guarded, on_end, blocks=name == "barrier")
+                return GuardedWork(*guarded, name in STUBBORN, on_end)
         self._status.raise_if_loud()
         with torch.no_grad():
+            value = values[0] if values else None
+            if isinstance(self._status.journal, Replay) and self._status.journal.answer(self.key, number, name, value):
+                return EchoWork(value)
             return EchoWork(echoed(self._rank, values))
 
     # -- collectives

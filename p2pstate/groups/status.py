@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 
 from p2pstate.errors import Retryable
+from p2pstate.groups.journal import Recording, Replay
 from p2pstate.groups.waiting import ABANDON_AFTER_S
 from p2pstate.trace import Trace
 
@@ -34,6 +35,7 @@ class Status:
         self.error: BaseException | None = None
         self.error_at: float | None = None  # monotonic seconds
         self.on_first_error: Callable[[BaseException, int], None] = lambda error, epoch: None
+        self.journal: Recording | Replay | None = None  # of collectives before the training loop
         self.trace = Trace()  # the worker gives one that its agent reads
         self._unsettled: set[Callable[[], None]] = set()
 

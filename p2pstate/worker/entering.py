@@ -13,6 +13,7 @@ from typing import Any
 from torch._C._distributed_c10d import HashStore, Store
 
 from p2pstate.groups.install import install
+from p2pstate.groups.journal import Recording, Replay
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.observe.meter import METER
@@ -76,8 +77,10 @@ def prepare(link: Link, assignment: dict[str, Any]) -> WorkerContext:
     REGISTRY.local_rank = assignment["local_rank"]
     if context.fresh:
         STATUS.connect(epoch)
+        STATUS.journal = Recording()
     else:
         STATUS.solo = True
+        STATUS.journal = Replay(assignment["journal"])
     context.watch(REGISTRY, STATUS)
     install(REGISTRY, default_store)
     enter(context)

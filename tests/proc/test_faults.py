@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 from cluster import Cluster, free_ports
 from outcome import compare
@@ -457,33 +459,52 @@ def test_ranks_that_start_far_apart_meet(tmp_path: Path, fork_server: dict[str, 
     assert code == 0, stderr
 
 
-def test_start_up_that_cannot_be_done_alone_restarts_all_workers_together(
-    tmp_path: Path, fork_server: dict[str, str]
-) -> None:
-    body = (
-        TINY
-        + """
+START_UP = (
+    TINY
+    + """
     p2pstate.init_process_group()
-    names = [None] if rank else [["what", "rank 0", "found"]]
+    names = [None] if rank else [["what", "rank 0", "found", "x" * SIZE]]
     dist.broadcast_object_list(names)
     assert names[0][0] == "what"
+    gathered = [None] * 2
+    dist.all_gather_object(gathered, {"rank": rank})
+    assert gathered == [{"rank": 0}, {"rank": 1}]
+    mine = [None]
+    dist.scatter_object_list(mine, ["a", "b"] if rank == 0 else None, src=0)
+    assert mine == [["a", "b"][rank]]
+    import torch.distributed.checkpoint as dcp
+    loaded = {"weights": torch.zeros(4)}
+    dcp.load(loaded, checkpoint_id="saved")
+    assert loaded["weights"].tolist() == [0, 1, 2, 3]
     """
-        + LOOP
-        + """
+    + LOOP
+    + """
     for step, loss in state.run(train_step, steps=9):
         if step == 5 and rank == 1 and once("killed"):
             die()
+    open(f"pid-{rank}", "w").write(str(os.getpid()))
     if rank == 0:
         open("out", "w").write(repr(float(loss)))
     """
-    )
-    code, stderr, faulted = run_tiny(tmp_path, fork_server, body)
-    assert code == 0, stderr
-    assert "cannot start alone" in stderr
-    assert (tmp_path / "killed").exists()
-    code, stderr, undisturbed = run_tiny(tmp_path, fork_server, body)
-    assert code == 0, stderr
-    assert faulted == undisturbed
+)
+
+
+def test_what_collectives_said_at_the_start_is_told_to_a_newcomer_or_all_workers_restart_together(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    """A small object is in the journal of the rank; one of two megabytes is not."""
+    losses = {}
+    for name, size in {"small": 10, "large": 2 << 20, "undisturbed": 10}.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        dcp.save({"weights": torch.arange(4.0)}, checkpoint_id=folder / "saved", no_dist=True)
+        if name == "undisturbed":
+            (folder / "killed").touch()
+        code, stderr, losses[name] = run_tiny(folder, fork_server, START_UP.replace("SIZE", str(size)))
+        assert code == 0, stderr
+        assert (folder / "killed").exists()
+        assert ("cannot start alone" in stderr) == (name == "large"), stderr
+    assert losses["small"] == losses["large"] == losses["undisturbed"]
 
 
 def test_rank_killed_after_its_loop_does_not_leave_the_others_with_wrong_sums(
