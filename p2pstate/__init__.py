@@ -123,6 +123,7 @@ Layout, from the top down (a file imports only what stands above it):
     observe/alone.py        the meter in any script
     agent/template.py       the process workers are forked from
     agent/held.py           a process that may hold a rank
+    agent/helpers.py        processes of a node without a rank
     agent/supervisor.py     the node's workers
     agent/pausing.py        letting workers finish their step
     agent/vitals.py         what the kernel says of a process

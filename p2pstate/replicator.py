@@ -120,11 +120,6 @@ class Replicator:
                 "a Replicator inside a restartable function: use it without p2pstate.restartable, it goes on in place"
             )
         group = _default_group()
-        if checkpoint is not None and context.under_torchrun:
-            raise ConfigError(
-                "checkpoint= needs p2prun, which has a process for it on every node: start the script with p2prun, or "
-                "save under torchrun with torch.distributed.checkpoint as before"
-            )
         policy = None
         if checkpoint is not None:
             policy = _policy(checkpoint, checkpoint_every, checkpoint_keep, checkpoint_stage)

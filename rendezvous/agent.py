@@ -128,7 +128,10 @@ class NodeAgent:
             self.say(f"node {change.member.name} is gone: {change.reason}")
 
     def on_message(self, sender: MemberKey, kind: str, body: Any) -> None:
-        if kind == "done" and isinstance(body, list) and len(body) == 2 and all(isinstance(n, int) for n in body):
+        if kind != "done":
+            for companion in self._companions:
+                companion.on_peer(sender, kind, body)
+        elif isinstance(body, list) and len(body) == 2 and all(isinstance(n, int) for n in body):
             self._place_done(*body)
         else:
             for companion in self._companions:

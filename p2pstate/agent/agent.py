@@ -21,6 +21,7 @@ from p2pstate.agent.draining import Draining
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.health import HealthFile
 from p2pstate.agent.held import Phase
+from p2pstate.agent.helpers import describe_status
 from p2pstate.agent.job import Job
 from p2pstate.agent.journals import Journals
 from p2pstate.agent.output import Writer
@@ -33,7 +34,7 @@ from p2pstate.agent.rounds import Progress, decide_start, num_places, round_info
 from p2pstate.agent.saves import Saves
 from p2pstate.agent.serving import Gatherer, PageServer
 from p2pstate.agent.status import ranks_status
-from p2pstate.agent.supervisor import Supervisor, WorkerProcess, describe_status
+from p2pstate.agent.supervisor import Supervisor, WorkerProcess
 from p2pstate.agent.waiting import Waiting
 from p2pstate.agent.watchdog import Watchdog
 from p2pstate.agent.weaknesses import Weaknesses
@@ -86,7 +87,9 @@ class Agent:
         self._ranks.on_over = self._watchdog.over
         self._pausing = Pausing(self.node, self._supervisor)
         self._view: View | None = None
-        self._saves = Saves(self.node, self._supervisor, self._vault, self.events, config.name)
+        self._saves = Saves(
+            self.node, self._supervisor.helpers, self._supervisor.tell_ranks, self._vault, self.events, config.name
+        )
         lineage = self._ranks.state.lineage
         self._draining = Draining(self.node, self._vault, self.events, self._saves, lineage, config.name)
         self._resizing = Resizing(self.node, config, self._draining, self._ranks.start_all_over)
@@ -106,7 +109,7 @@ class Agent:
             "rehearsed": self._rehearsals.on_rehearsed,
             "copies": lambda worker, copies, lean: self._weaknesses.on_copies(copies, lean),
             "checkpoint": lambda worker, **target: self._saves.configure(**target),
-            "save": lambda worker, version, final: self._saves.ready(worker, version, final, self._ranks.mine),
+            "save": lambda worker, version, final: self._saves.ready(worker.rank, version, final, self._ranks.mine),
             "paused": self._pausing.over,
             "journal": lambda worker, packed: self._journals.from_worker(worker.rank, packed),
         }

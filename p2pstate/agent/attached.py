@@ -79,6 +79,10 @@ class AttachedWorkers:
     def tell(self, worker: Attached, message: Message, fds: tuple[int, ...] = ()) -> None:
         self._host.tell(worker.channel, message, fds)
 
+    def tell_ranks(self, message: Message) -> None:
+        for worker in self.assigned():
+            self.tell(worker, message)
+
     def close(self) -> None:
         for worker in self._all.values():
             self._node.remove_reader(worker.pidfd)

@@ -12,7 +12,7 @@ Limits: the number of nodes is fixed (``--nnodes N``; more wait as spares), and 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +20,12 @@ from typing import Any
 from p2pstate.agent.attached import Attached, AttachedWorkers
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.hang import DEFAULT_FLOOR_S
+from p2pstate.agent.helpers import Interpreters
 from p2pstate.agent.output import Writer
 from p2pstate.agent.requests import Requests
 from p2pstate.agent.round_state import RoundState
 from p2pstate.agent.rounds import assignment, decide_restart, round_info
+from p2pstate.agent.saves import Saves
 from p2pstate.agent.status import ranks_status
 from p2pstate.agent.watchdog import Watchdog
 from p2pstate.agent.weaknesses import Weaknesses
@@ -78,16 +80,23 @@ class VaultKeeper:
         self._state = RoundState(
             host.node, self._events, want_round=self._want_round, state_lost=self._declare_state_lost
         )
+        self._interpreters = Interpreters(host.node)
+        self._saves = Saves(
+            host.node, self._interpreters.helpers, self._workers.tell_ranks, self._vault, self._events, self._name
+        )
         self._requests = Requests[Attached](host.node, self._workers.tell, self._vault, self._state.lineage)
+        self._ranks: list[int] = []  # of this node
         self._weaknesses = Weaknesses(self._events)
         self._watchdog = Watchdog(
             host.node, self._workers, self._events, floor_s=settings.hang_floor_s, on_stuck=self._want_round
         )
         self._watchdog.start()
-        self._handlers = {
+        self._handlers: dict[str, Callable[..., None]] = {
             **self._requests.handlers,
             **self._state.handlers,
             "copies": lambda worker, copies, lean: self._weaknesses.on_copies(copies, lean),
+            "checkpoint": lambda worker, **target: self._saves.configure(**target),
+            "save": lambda worker, version, final: self._saves.ready(worker.rank, version, final, self._ranks),
         }
 
     # -- rendezvous.companion.Companion
@@ -110,6 +119,8 @@ class VaultKeeper:
         if kind in ("hang_ask", "hang_answer", "hung"):
             with suppress(ValueError):  # of another version of this program
                 self._watchdog.receive(sender, kind, body)
+        elif kind == "save":
+            self._saves.heard(sender, body)
 
     def on_message(self, channel: Channel, message: Message) -> None:
         kind = message.pop("t")
@@ -128,6 +139,7 @@ class VaultKeeper:
         return ranks_status(self._workers.assigned(), 0, self._vault, self._weaknesses)
 
     def close(self) -> None:
+        self._interpreters.close()
         self._workers.close()
         self._vault.close()
         self._events.close()
@@ -189,6 +201,8 @@ class VaultKeeper:
         """The first worker of this node has come to the round: only now is it known how many there are."""
         self._watchdog.begin(view.round, [member.key for member in view.places], place, info.world_size)
         self._weaknesses.on_round(info)
+        self._saves.round_begins(info)
+        self._ranks = [each.rank for each in info.workers if each.node == self._name]
 
     def _on_ended(self, worker: Attached) -> None:
         if worker.rank is not None:

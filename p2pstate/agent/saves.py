@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from p2pstate.agent.events import EventLog
-from p2pstate.agent.supervisor import Helper, Supervisor, WorkerProcess
+from p2pstate.agent.helpers import Helper, Helpers
 from p2pstate.durable.session import REPEAT_S, Action, Begin, End, Publish, Session, State, Tell, Write
 from p2pstate.types import RoundInfo, Version
 from p2pstate.vault import Vault
@@ -58,8 +58,18 @@ class _Waiting:
 class Saves:
     """Everything on the node's thread."""
 
-    def __init__(self, node: Node, supervisor: Supervisor, vault: Vault, events: EventLog, name: str) -> None:
-        self._node, self._supervisor, self._vault, self._events, self._name = node, supervisor, vault, events, name
+    def __init__(
+        self,
+        node: Node,
+        helpers: Helpers,
+        tell_ranks: Callable[[Message], None],
+        vault: Vault,
+        events: EventLog,
+        name: str,
+    ) -> None:
+        """``tell_ranks`` sends to every worker of this node that has a rank."""
+        self._node, self._helpers, self._tell_ranks, self._vault = node, helpers, tell_ranks, vault
+        self._events, self._name = events, name
         self._target: _Target | None = None
         self._info: RoundInfo | None = None
         self._session: Session | None = None
@@ -92,14 +102,14 @@ class Saves:
         self._target = _Target(path, stage, keep)
         self._start_writer()
 
-    def ready(self, worker: WorkerProcess, version: list[int], final: bool, ranks: Iterable[int]) -> None:
-        """A worker says that ``version`` is protected and its slots are set aside; ``ranks``: all of this node."""
+    def ready(self, rank: int | None, version: list[int], final: bool, ranks: Iterable[int]) -> None:
+        """A rank says that ``version`` is protected and its slots are set aside; ``ranks``: all of this node."""
         found = Version(*version)
-        if worker.rank is None or self._info is None or found.epoch != self._info.epoch:
+        if rank is None or self._info is None or found.epoch != self._info.epoch:
             return
         if self._ready is None or self._ready.version != found:
             self._ready = _Waiting(found)
-        self._ready.ranks.add(worker.rank)
+        self._ready.ranks.add(rank)
         if self._ready.ranks >= set(ranks):
             self._ready = None
             self._start(found, "the end of training" if final else "due")
@@ -139,8 +149,7 @@ class Saves:
     def ask_training(self, on_end: Callable[[Version, str, str], None]) -> None:
         """Ask this node's ranks for a save as soon as possible; ``on_end`` is told of every save that ends."""
         self._on_end = on_end
-        for worker in self._supervisor.assigned():
-            self._supervisor.tell(worker, {"t": "save_now"})
+        self._tell_ranks({"t": "save_now"})
 
     # -- one session
 
@@ -221,8 +230,7 @@ class Saves:
         self._drop_order()
         self._report(session.version, action.error, action.name, action.num_bytes)
         message = {"t": "saved", "version": list(session.version), "error": action.error, "name": action.name}
-        for worker in self._supervisor.assigned():
-            self._supervisor.tell(worker, message)
+        self._tell_ranks(message)
         self._start_writer()
         if self._on_end is not None:
             self._on_end(session.version, action.error, action.name)
@@ -230,7 +238,7 @@ class Saves:
     def _drop_order(self) -> None:
         """A writer that is busy with something that nobody wants any more is killed."""
         if self._order is not None and self._writer is not None:
-            self._supervisor.kill_helper(self._writer)
+            self._helpers.kill(self._writer)
             self._writer = self._order = None
 
     def _report(self, version: Version, error: str, name: str, num_bytes: int) -> None:
@@ -288,7 +296,7 @@ class Saves:
             if fd is None:
                 self._fail(f"slot {slot} is not in the vault of {self._name} any more")
                 return
-            self._supervisor.tell_helper(self._writer, {"t": "slot", "slot": slot}, (fd,))
+            self._helpers.tell(self._writer, {"t": "slot", "slot": slot}, (fd,))
         self._command(
             "write",
             lambda reply: session.written(reply["digest"]),
@@ -341,12 +349,12 @@ class Saves:
 
         self._order = _Order(self._serial, reply)
         message = {"t": kind, "serial": self._serial, "where": [self._target.path, self._target.stage], **fields}
-        self._supervisor.tell_helper(self._writer, message)
+        self._helpers.tell(self._writer, message)
 
     def _start_writer(self) -> bool:
         """Have a writer; False: none can be started now, and the session that needs it has failed."""
         if self._writer is None:
-            self._writer = self._supervisor.start_helper("writer", self._heard_writer, self._writer_ended)
+            self._writer = self._helpers.start("writer", self._heard_writer, self._writer_ended)
             if self._writer is None:
                 self._fail("no process to write it can be started on this node at the moment")
         return self._writer is not None

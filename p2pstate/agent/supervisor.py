@@ -12,25 +12,23 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from p2pstate.agent.held import Phase, RankProcess
+from p2pstate.agent.helpers import Helpers, flush_later
 from p2pstate.agent.output import Writer
 from p2pstate.trace import map_page, new_page
 from rendezvous.channel import Channel, ChannelClosed, Message
 from rendezvous.node import Node
 
-__all__ = ["Failure", "Listener", "Supervisor", "WorkerProcess", "describe_status"]
+__all__ = ["Failure", "Listener", "Supervisor", "WorkerProcess"]
 
 MAX_LINE_BYTES = 1 << 16
 EXIT_GRACE_S = 10.0
-FLUSH_INTERVAL_S = 0.02
 RETRY_FORK_S = 1.0
 
 
@@ -51,16 +49,6 @@ class WorkerProcess(RankProcess):
     failure: Failure | None = None
     outputs: dict[int, bytearray] = field(default_factory=dict)
     log: int | None = None
-
-
-@dataclass(slots=True, eq=False)
-class Helper:
-    """A process of the node that never has a rank, with its line and what to call."""
-
-    channel: Channel
-    on_message: Callable[[Message], None]
-    on_end: Callable[[str], None]
-    pid: int | None = None
 
 
 class Listener(Protocol):
@@ -93,7 +81,7 @@ class Supervisor:
         self._next_id = 1
         self._wanted = 0
         self.workers: dict[int, WorkerProcess] = {}
-        self._helpers: dict[int, Helper] = {}  # by the number of their spawn message
+        self.helpers = Helpers(node, self)
 
     # -- what the agent asks for
 
@@ -136,16 +124,11 @@ class Supervisor:
         except ChannelClosed:
             self.kill(worker)
         else:
-            self._flush_later(worker.channel)
+            flush_later(self._node, worker.channel)
 
-    def _flush_later(self, channel: Channel) -> None:
-        """Go on sending what a full socket held back, until it is through."""
-        try:
-            if channel.closed or channel.flush():
-                return
-        except ChannelClosed:
-            return  # its reader notices
-        self._node.call_later(FLUSH_INTERVAL_S, lambda: self._flush_later(channel))
+    def tell_ranks(self, message: Message) -> None:
+        for worker in self.assigned():
+            self.tell(worker, message)
 
     def assign(self, worker: WorkerProcess, message: Message, rank: int, local_rank: int, phase: Phase) -> None:
         worker.rank, worker.local_rank, worker.phase = rank, local_rank, phase
@@ -182,7 +165,7 @@ class Supervisor:
     def kill(self, worker: WorkerProcess) -> None:
         """SIGKILL; the template reaps it and ends the rest of its session."""
         worker.killed = True
-        self._tell_template({"t": "kill", "pid": worker.pid})
+        self.end(worker.pid)
 
     def signal(self, worker: WorkerProcess, number: int) -> None:
         """Send a signal to the worker alone."""
@@ -193,69 +176,23 @@ class Supervisor:
         if self._template is not None:
             with contextlib.suppress(ChannelClosed):
                 self._template.send(message)
-                self._flush_later(self._template)
+                flush_later(self._node, self._template)
 
-    def start_helper(
-        self, entry: str, on_message: Callable[[Message], None], on_end: Callable[[str], None]
-    ) -> Helper | None:
-        """Start another process of this node. None: none can be started at the moment. ``on_end`` is called once."""
-        if not self._template_ready:
-            return None
-        ours, theirs = Channel.pair()
+    # -- helpers.Launcher
+
+    def launch(self, entry: str, fd: int) -> int | None:
         number, self._next_id = self._next_id, self._next_id + 1
-        spawned = self._spawn(number, entry, (theirs.fileno(), 2, 2))
-        theirs.close()
-        if not spawned:
-            ours.close()
-            return None
-        helper = self._helpers[number] = Helper(ours, on_message, on_end)
-        self._node.add_reader(ours.fileno(), lambda: self._read_helper(number))
-        return helper
+        return number if self._template_ready and self._spawn(number, entry, (fd, 2, 2)) else None
 
-    def tell_helper(self, helper: Helper, message: Message, fds: tuple[int, ...] = ()) -> None:
-        """Send; one that does not take its messages any more is killed."""
-        try:
-            helper.channel.send(message, fds)
-        except ChannelClosed:
-            self.kill_helper(helper)
-        else:
-            self._flush_later(helper.channel)
-
-    def kill_helper(self, helper: Helper) -> None:
-        """SIGKILL. Its ``on_end`` is not called any more, whenever it ends."""
-        number = next((number for number, each in self._helpers.items() if each is helper), None)
-        if number is not None:
-            self._forget_helper(number)
-        if self._template is not None and helper.pid is not None:
-            with contextlib.suppress(ChannelClosed):
-                self._template.send({"t": "kill", "pid": helper.pid})
-                self._flush_later(self._template)
-
-    def _read_helper(self, number: int) -> None:
-        helper = self._helpers[number]
-        try:
-            messages = helper.channel.receive()
-            helper.channel.flush()
-        except ChannelClosed:
-            self._node.remove_reader(helper.channel.fileno())
-            helper.channel.close()
-            return
-        for message, _ in messages:
-            helper.on_message(message)
-
-    def _forget_helper(self, number: int) -> None:
-        helper = self._helpers.pop(number)
-        if not helper.channel.closed:
-            self._node.remove_reader(helper.channel.fileno())
-            helper.channel.close()
+    def end(self, pid: int) -> None:
+        self._tell_template({"t": "kill", "pid": pid})
 
     def close(self) -> None:
         """End every process of this node. Bounded: SIGKILL, then the template's end."""
         self._wanted = 0
         for worker in list(self.workers.values()):
             self.kill(worker)
-        for helper in list(self._helpers.values()):
-            self.kill_helper(helper)
+        self.helpers.close()
         if self._template is not None:
             self._node.remove_reader(self._template.fileno())
             self._template.close()
@@ -299,7 +236,7 @@ class Supervisor:
         message = {"t": "spawn", "id": number, "entry": entry, "environ": environ, "cwd": os.getcwd()}
         try:
             self._template.send(message, fds)
-            self._flush_later(self._template)
+            flush_later(self._node, self._template)
         except ChannelClosed:
             return False  # its reader notices that the template has ended
         return True
@@ -321,10 +258,7 @@ class Supervisor:
             self._template_ready = True
             self._fork_missing()
         elif message["t"] == "spawned" and message["id"] not in self._waiting:
-            if (helper := self._helpers.get(message["id"])) is not None:
-                helper.pid = message["pid"]
-            elif self._template is not None:  # not wanted any more
-                self._template.send({"t": "kill", "pid": message["pid"]})
+            self.helpers.launched(message["id"], message["pid"])
         elif message["t"] == "spawned":
             channel, outputs = self._waiting.pop(message["id"])
             worker = WorkerProcess(message["pid"], channel, outputs=outputs)
@@ -337,10 +271,7 @@ class Supervisor:
             ended = self.workers.get(message["pid"])
             if ended is not None:
                 self._ended(ended, message["status"])
-            for number, helper in list(self._helpers.items()):
-                if helper.pid == message["pid"]:
-                    self._forget_helper(number)
-                    helper.on_end(describe_status(message["status"]))
+            self.helpers.ended(message["pid"], message["status"])
 
     # -- the workers
 
@@ -430,11 +361,3 @@ class Supervisor:
         if worker.outputs.pop(fd, None) is not None:
             self._node.remove_reader(fd)
             os.close(fd)
-
-
-def describe_status(status: int) -> str:
-    """A wait status in words: ``signal 9 (SIGKILL)`` or ``exit 1``."""
-    if os.WIFSIGNALED(status):
-        number = os.WTERMSIG(status)
-        return f"signal {number} ({signal.Signals(number).name})"
-    return f"exit {os.waitstatus_to_exitcode(status)}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from typing import Any
 
@@ -25,6 +26,7 @@ from p2pstate.durable.storage import Storage
 from p2pstate.slots import Slot
 from p2pstate.types import Version
 from rendezvous.channel import Channel, ChannelClosed
+from rendezvous.processes import die_with_parent
 
 __all__ = ["writer_main"]
 
@@ -129,3 +131,8 @@ class _Writer:
         except OSError as error:  # the new one is good all the same
             problem = f"older ones could not be deleted: {error}"
         return {"num_bytes": manifest.num_bytes, "deleted": deleted, "problem": problem}
+
+
+if __name__ == "__main__":
+    die_with_parent(int(sys.argv[2]))
+    sys.exit(writer_main(socket.socket(fileno=int(sys.argv[1]))))

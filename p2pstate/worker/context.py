@@ -75,11 +75,6 @@ class WorkerContext:
         os._exit(code)
 
     @property
-    def under_torchrun(self) -> bool:
-        """Whether torchrun started this process, and not an agent."""
-        return ENV_AGENT in os.environ
-
-    @property
     def buddies(self) -> tuple[int, ...]:
         """The ranks whose nodes keep this rank's shard. They may change when a round is joined: nodes have labels."""
         return self._partners[self.rank]

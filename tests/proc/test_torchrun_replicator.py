@@ -13,6 +13,8 @@ from torchrun_cluster import ROOT, torchruns
 from cluster import Cluster, EventReader
 from outcome import compare
 from p2pstate.agent.status import describe
+from p2pstate.durable.catalog import delete, list_checkpoints
+from p2pstate.durable.storage import Directory
 from p2pstate.operating import addresses_of
 from rendezvous.config import Config
 from rendezvous.operator import Line
@@ -46,7 +48,9 @@ def test_run_whose_worker_hangs_and_whose_node_dies_resumes_from_memory_and_ends
     folder = tmp_path / "torchrun"
     folder.mkdir()
     kills = ["--kill", "10:0:backward:node", "--pace", "0.1"]
-    with torchruns(folder, "2", *OPTIONS, script=script(folder / "out", *kills)) as running:
+    storage = Directory(tmp_path / "ck")
+    command = script(folder / "out", *kills, "--checkpoint", storage.where, "--checkpoint-every", "4")
+    with torchruns(folder, "2", *OPTIONS, script=command) as running:
         settings = {"P2PSTATE_RUN_DIR": str(folder), "P2PSTATE_HANG_FLOOR": "1"}
         running.start("a", **settings)
         running.start("b", **settings)
@@ -74,3 +78,17 @@ def test_run_whose_worker_hangs_and_whose_node_dies_resumes_from_memory_and_ends
     assert len(resumed) == 2 * NUM_RANKS, logs
     assert {source for _, _, source, _ in resumed} == {"own vault", "buddy"}
     assert all(int(lost) <= 1 for *_, lost in resumed), logs
+
+    newest, before, *_ = list_checkpoints(storage)
+    assert [(found.step, found.problem) for found in (newest, before)] == [(15, ""), (12, "")], logs
+    delete(newest)
+    (tmp_path / "again").mkdir()
+    with torchruns(tmp_path / "again", "2", *OPTIONS, script=command) as running:
+        running.start("a")
+        running.start("b")
+        assert running.codes("ab", timeout_s=240.0) == [0, 0]
+        logs = running.log("a") + running.log("b")
+    assert "rank 0 resumed step 12 from disk" in logs
+    comparison = compare(folder / "out", tmp_path / "expected", NUM_RANKS)
+    assert comparison.identical, "\n".join([*comparison.differences, logs])
+    assert list_checkpoints(storage)[0].step == 15
