@@ -35,6 +35,7 @@ class Saving:
         self._wanted = False  # the next version that is captured goes to disk
         self._under_way: Version | None = None
         self._announced = False
+        self._is_late = False  # the save under way: the next one was due before its end
         self._saved: Version | None = None  # the newest that is on disk
         self._asked = False  # by the agent: as soon as possible
         self._errors: dict[Version, str] = {}
@@ -45,16 +46,22 @@ class Saving:
 
     def vote(self, step: int) -> int:
         """For the ballot on ``step``."""
-        if self._wanted or self._under_way is not None:
+        if self._wanted:
             return BUSY
+        if (under_way := self._under_way) is not None:
+            if not self._is_late and self._is_due(step):
+                self._is_late = True
+                self._stats.num_saves_late += 1
+                self._link.send("save_late", version=list(under_way), seconds=time.monotonic() - self._began)
+            return BUSY
+        return DUE if self._asked or self._is_due(step) else NOT_DUE
+
+    def _is_due(self, step: int) -> bool:
+        """Whether an interval has passed since the newest save was begun."""
         policy = self.policy
-        if self._asked:
-            return DUE
-        if policy.every_steps is not None and step // policy.every_steps > self._step // policy.every_steps:
-            return DUE
-        if policy.every_s is not None and time.monotonic() - self._began >= policy.every_s:
-            return DUE
-        return NOT_DUE
+        if policy.every_steps is not None:
+            return step // policy.every_steps > self._step // policy.every_steps
+        return policy.every_s is not None and time.monotonic() - self._began >= policy.every_s
 
     def voted(self, vote: int) -> None:
         self._wanted = self._wanted or vote == DUE
@@ -106,7 +113,7 @@ class Saving:
 
     def _begin(self, version: Version) -> None:
         with self._changed:
-            self._asked = self._wanted = self._announced = False
+            self._asked = self._wanted = self._announced = self._is_late = False
             self._under_way = version
             self._step, self._began = version.step, time.monotonic()
 

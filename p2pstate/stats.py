@@ -36,6 +36,7 @@ class ProtectionStats:
     num_shared_bytes: int = 0  # of the newest version: this rank's piece of what several ranks have
     num_saved: int = 0
     num_saves_failed: int = 0
+    num_saves_late: int = 0  # the next one was due before the end, and left out
     capture_s: deque[float] = field(default_factory=_series)
     wait_s: deque[float] = field(default_factory=_series)
     protected_s: deque[float] = field(default_factory=_series)

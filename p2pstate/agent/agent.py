@@ -109,6 +109,7 @@ class Agent:
             "rehearsed": self._rehearsals.on_rehearsed,
             "copies": lambda worker, copies, lean: self._weaknesses.on_copies(copies, lean),
             "checkpoint": lambda worker, **target: self._saves.configure(**target),
+            "save_late": lambda worker, version, seconds: self._saves.late(version, seconds),
             "save": lambda worker, version, final: self._saves.ready(worker.rank, version, final, self._ranks.mine),
             "paused": self._pausing.over,
             "journal": lambda worker, packed: self._journals.from_worker(worker.rank, packed),

@@ -16,7 +16,7 @@ from typing import Any
 
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.helpers import Helper, Helpers
-from p2pstate.durable.session import REPEAT_S, Action, Begin, End, Publish, Session, State, Tell, Write
+from p2pstate.durable.session import REPEAT_S, Action, Begin, End, Publish, Session, State, Tell, Write, limit_s
 from p2pstate.types import RoundInfo, Version
 from p2pstate.vault import Vault
 from rendezvous.channel import Message
@@ -25,7 +25,6 @@ from rendezvous.types import MemberKey
 
 __all__ = ["Saves"]
 
-SAVE_LIMIT_S = 1800.0  # storage that takes longer for one version has failed
 MAX_EARLY = 256
 KIND = "save"
 
@@ -80,7 +79,10 @@ class Saves:
         self._order: _Order | None = None
         self._serial = 0
         self._num_failed = 0
+        self._num_failed_in_a_row = 0
+        self._longest_s: float | None = None  # of all saves that came to their end
         self._told: Version | None = None  # the newest save whose end was reported here
+        self._told_late: Version | None = None
         self._on_end: Callable[[Version, str, str], None] | None = None
         self._outlives_rounds = False
         self.began_at = 0.0  # the newest session, monotonic seconds
@@ -113,6 +115,15 @@ class Saves:
         if self._ready.ranks >= set(ranks):
             self._ready = None
             self._start(found, "the end of training" if final else "due")
+
+    def late(self, version: list[int], seconds: float) -> None:
+        """A rank of this node says that the next save is due before this one has ended."""
+        found = Version(*version)
+        if found == self._told_late:
+            return
+        self._told_late = found
+        sentence = f"step {found.step} is still being written after {seconds:.1f} s: the save due now is left out"
+        self._events.emit("save_late", sentence, step=found.step, epoch=found.epoch, seconds=seconds)
 
     def heard(self, sender: MemberKey, body: Any) -> None:
         """A message of another agent about a save."""
@@ -190,7 +201,9 @@ class Saves:
         assert self._info is not None
         home = {worker.rank: worker.node for worker in self._info.workers}
         places = {node: place for place, node in enumerate(dict.fromkeys(home.values()))}
-        self.start(version, reason, next(iter(places)), home, places, SAVE_LIMIT_S)
+        self.start(
+            version, reason, next(iter(places)), home, places, limit_s(self._longest_s, self._num_failed_in_a_row)
+        )
 
     def _repeat(self, session: Session) -> None:
         if self._session is session and session.state is not State.ENDED:
@@ -248,6 +261,7 @@ class Saves:
         self._told = version
         if error:
             self._num_failed += 1
+            self._num_failed_in_a_row += 1
             sentence = f"step {version.step} was not written to disk: {error}; training goes on, the next save is tried"
             self._events.emit(
                 "save_failed",
@@ -259,8 +273,12 @@ class Saves:
             )
             return
         self.on_disk = version
+        self._num_failed_in_a_row = 0
         took_part = self._session is not None and self._session.version == version
-        seconds = time.monotonic() - self.began_at if took_part else None
+        seconds = None
+        if took_part:
+            seconds = time.monotonic() - self.began_at
+            self._longest_s = max(self._longest_s or 0.0, seconds)
         sentence = ""
         if took_part and self._session is not None and self._session.leads:
             sentence = f"step {version.step} is on disk ({name}, {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s)"

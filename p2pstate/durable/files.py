@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, cast
 
@@ -40,9 +39,7 @@ def sync_directory(path: Path) -> None:
         os.close(fd)
 
 
-def digest_of(
-    file: BinaryIO | io.RawIOBase, progress: Callable[[int], None] = lambda num_bytes: None
-) -> tuple[int, str]:
+def digest_of(file: BinaryIO | io.RawIOBase) -> tuple[int, str]:
     """(size in bytes, xxh3-128 in hex) of what is read from here on. Raises OSError."""
     state = xxhash.xxh3_128()
     num_bytes = 0
@@ -50,7 +47,6 @@ def digest_of(
     while count := cast(io.RawIOBase, file).readinto(buffer):
         state.update(buffer[:count])
         num_bytes += count
-        progress(count)
     return num_bytes, state.hexdigest()
 
 

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO, cast
 import xxhash
 
 from p2pstate.durable.files import digest_of, digest_of_file
-from p2pstate.durable.storage import Directory, Progress, Storage
+from p2pstate.durable.storage import Directory, Storage
 
 __all__ = ["Remote", "is_url", "open_storage"]
 
@@ -37,14 +37,14 @@ def is_url(where: str) -> bool:
     return "://" in where and not where.startswith(_LOCAL)
 
 
-def open_storage(where: str, stage: str = "", progress: Progress = lambda num_bytes: None) -> Storage:
+def open_storage(where: str, stage: str = "") -> Storage:
     """``where``: a directory or a URL; ``stage``: a local folder for files on their way to a URL (else below TMPDIR).
 
     Raises ValueError when no file system is known for the URL, ImportError when a package for it is missing.
     """
     if not is_url(where):
         return Directory(Path(where.removeprefix(_LOCAL)))
-    return Remote(where.rstrip("/"), _stage_of(where, stage), progress)
+    return Remote(where.rstrip("/"), _stage_of(where, stage))
 
 
 def _stage_of(url: str, stage: str) -> Path:
@@ -56,18 +56,16 @@ def _stage_of(url: str, stage: str) -> Path:
 class Remote:
     """Used by one thread at a time."""
 
-    def __init__(self, url: str, stage: Path, progress: Progress) -> None:
+    def __init__(self, url: str, stage: Path) -> None:
         try:
-            from fsspec import callbacks
             from fsspec.core import url_to_fs
         except ImportError as error:
             raise ImportError(
                 f"checkpoints at {url} need the package fsspec: pip install 'p2pstate[fsspec]'"
             ) from error
-        self._url, self._stage, self._progress = url, stage, progress
+        self._url, self._stage = url, stage
         with self._errors():
             self._fs, self._path = url_to_fs(url)
-        self._callbacks: Any = callbacks
         self._same: dict[tuple[str, str], bool] = {}  # files of the stage: whether they have the bytes asked for
 
     def __eq__(self, other: object) -> bool:
@@ -103,10 +101,9 @@ class Remote:
         if source != staged:
             os.replace(source, staged)
         with self._errors():
-            told = self._callbacks.Callback(hooks={"progress": _Increments(self._progress)})
-            self._fs.put_file(str(staged), self._path_of(save, name), callback=told)
+            self._fs.put_file(str(staged), self._path_of(save, name))
         with self.open(save, name) as file:
-            found = digest_of(file, self._progress)
+            found = digest_of(file)
         if found != digest_of_file(staged):
             raise OSError(f"{self._url}/{save}/{name} reads differently from what was uploaded")
         return found
@@ -174,17 +171,6 @@ def errors_of(url: str) -> Iterator[None]:
 
 def _last(entry: dict[str, Any]) -> str:
     return str(entry["name"]).rstrip("/").rpartition("/")[2]
-
-
-class _Increments:
-    """fsspec tells how much of a file has been moved in all."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress, self._before = progress, 0
-
-    def __call__(self, size: int | None, value: int, **others: Any) -> None:
-        self._progress(value - self._before)
-        self._before = value
 
 
 class _File(io.RawIOBase):

@@ -18,9 +18,13 @@ from typing import Any
 from p2pstate.durable.division import Share, divide_version
 from p2pstate.types import SlotRecord, Version
 
-__all__ = ["REPEAT_S", "Action", "Begin", "End", "Publish", "Session", "State", "Tell", "Write"]
+__all__ = ["REPEAT_S", "Action", "Begin", "End", "Publish", "Session", "State", "Tell", "Write", "limit_s"]
 
 REPEAT_S = 0.5
+
+# How long a save may take: so many times longer than any before it, within these bounds.
+NUM_TIMES_LONGER = 20.0
+MIN_LIMIT_S, MAX_LIMIT_S = 60.0, 1800.0
 
 
 class State(enum.Enum):
@@ -213,3 +217,14 @@ class Session:
 
     def _body(self, kind: str, **fields: Any) -> dict[str, Any]:
         return {"op": kind, "version": list(self.version), **fields}
+
+
+def limit_s(longest_s: float | None, num_failed_in_a_row: int) -> float:
+    """How long the next save may take. ``longest_s``: of those that came to their end, None if there is none.
+
+    Twice as long after each failure: storage that has become slow for good must see the end of a save again.
+    """
+    if longest_s is None:
+        return MAX_LIMIT_S
+    usual_s = max(MIN_LIMIT_S, NUM_TIMES_LONGER * longest_s)
+    return float(min(MAX_LIMIT_S, usual_s * 2**num_failed_in_a_row))

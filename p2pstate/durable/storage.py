@@ -12,16 +12,13 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
 from p2pstate.durable.files import digest_of_file, sync_directory
 
-__all__ = ["Directory", "Progress", "Storage"]
-
-Progress = Callable[[int], None]  # is told how many further bytes were moved
+__all__ = ["Directory", "Storage"]
 
 
 class Storage(Protocol):

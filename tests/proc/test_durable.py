@@ -125,8 +125,10 @@ def test_storage_that_fails_is_reported_everywhere_and_never_stops_training(
 
     pid = [event["pid"] for event in run.all("writer_started") if event["node"] == "node1"][-1]
     os.kill(pid, signal.SIGSTOP)
-    newest = max(event["step"] for event in run.all("step"))
-    run.wait_step(newest + 20)  # a save is due meanwhile, and stands still
+    late: dict[str, dict[str, Any]] = {}
+    while set(late) != {"node0", "node1"}:  # training goes on to where the next save is due
+        event = run.wait_for("report", lambda e: e["event"] == "save_late")
+        late[event["node"]] = event
     os.kill(pid, signal.SIGKILL)
     failed = run.wait_for("report", lambda e: e["event"] == "save_failed" and e["node"] == "node0")
     assert "SIGKILL" in failed["error"]

@@ -151,7 +151,7 @@ def test_what_cannot_be_opened_says_what_is_missing(
 ) -> None:
     assert main(["checkpoints", "nosuch://bucket/run"]) == 1
     assert "Protocol not known: nosuch" in capsys.readouterr().err
-    monkeypatch.setitem(sys.modules, "fsspec", None)
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
     assert main(["checkpoints", "s3://bucket/run"]) == 1
     assert "pip install 'p2pstate[fsspec]'" in capsys.readouterr().err
 

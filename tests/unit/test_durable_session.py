@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from p2pstate.durable.division import Share, divide_version
-from p2pstate.durable.session import Action, Begin, End, Publish, Session, State, Tell, Write
+from p2pstate.durable.session import Action, Begin, End, Publish, Session, State, Tell, Write, limit_s
 from p2pstate.types import Part, SlotRecord, Version
 
 V = Version(3, 40)
@@ -214,3 +214,13 @@ def test_nonsense_from_another_node_is_an_error_of_the_message() -> None:
     assert session.heard("z", {"op": "part", "digest": ""}) == []
     assert session.heard("b", {"op": "part", "digest": ""}) == [], "nobody was asked to write yet"
     assert session.state is State.GATHERING
+
+
+@pytest.mark.parametrize(
+    ("longest_s", "num_failed", "limit"),
+    [(None, 0, 1800.0), (1.0, 0, 60.0), (10.0, 0, 200.0), (10.0, 2, 800.0), (10.0, 9, 1800.0), (500.0, 0, 1800.0)],
+)
+def test_save_may_take_many_times_longer_than_any_before_it_and_longer_after_each_failure(
+    longest_s: float | None, num_failed: int, limit: float
+) -> None:
+    assert limit_s(longest_s, num_failed) == limit
