@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]  # before this folder: it has a `rendezvous`, too
+sys.path[0] = str(HERE / "programs")  # instead of this folder, whose rendezvous.py is not the package
+sys.path[1:1] = [str(HERE.parent), str(HERE.parent / "examples")]
 
 import rendezvous_agents  # noqa: E402
 import rendezvous_init  # noqa: E402

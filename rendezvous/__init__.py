@@ -4,6 +4,7 @@ Layout, from the top down (a file imports only what stands above it):
 channel.py         framed messages between processes of one host
 plain.py           untrusted plain values, read with suspicion
 types.py           members, views, verdicts, what an application must answer
+store_line.py      a process's own line to its agent's store
 keys.py            the job's secret and what is derived from it
 interfaces.py      addresses of network interfaces
 config.py          settings; every timeout from two numbers

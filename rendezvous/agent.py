@@ -23,10 +23,11 @@ from rendezvous.channel import Channel, ChannelClosed, Message
 from rendezvous.companion import load_companions
 from rendezvous.config import Config
 from rendezvous.discovery import local_binds
-from rendezvous.local import LocalServer, store_reply_message
+from rendezvous.local import LocalServer
 from rendezvous.node import Node
 from rendezvous.processes import kill_marked, open_pidfd
 from rendezvous.standing import standing_of
+from rendezvous.store_line import store_reply_message
 from rendezvous.types import (
     EXIT_STOPPED,
     Change,

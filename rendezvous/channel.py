@@ -30,7 +30,9 @@ Message = dict[str, Any]
 MAX_FRAME_BYTES = 64 << 20
 MAX_QUEUED_BYTES = 16 << 20
 MAX_FDS = 16
+RECEIVE_BYTES = 1 << 16
 _HEAD = struct.Struct("<IB")
+_ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * 4)
 
 
 class ChannelClosed(Exception):
@@ -49,6 +51,7 @@ class Channel:
         self._outgoing: deque[tuple[memoryview, list[int]]] = deque()
         self._queued_bytes = 0
         self._incoming = bytearray()
+        self._buffer = bytearray(RECEIVE_BYTES)
         self._fds: deque[int] = deque()
         self.closed = False
 
@@ -83,6 +86,10 @@ class Channel:
             if self._blocking:
                 self._send_all(frame, list(fds))
                 return
+            if not self._outgoing and not fds:
+                frame = frame[self._send_some(frame, []) :]
+                if not frame:
+                    return
             # Queued descriptors are duplicates of our own, so the caller may close his at once.
             self._outgoing.append((frame, [os.dup(fd) for fd in fds]))
             self._queued_bytes += len(frame)
@@ -108,8 +115,8 @@ class Channel:
             if out and self._blocking:
                 return out
             try:
-                data, ancillary, _, _ = self._sock.recvmsg(
-                    1 << 18, socket.CMSG_SPACE(MAX_FDS * 4), socket.MSG_CMSG_CLOEXEC
+                num_bytes, ancillary, _, _ = self._sock.recvmsg_into(
+                    [self._buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
                 return out
@@ -120,11 +127,18 @@ class Channel:
                     numbers = array.array("i")
                     numbers.frombytes(payload[: len(payload) - len(payload) % 4])
                     self._fds.extend(numbers)
-            if not data:
+            if num_bytes == 0:
                 if out:
                     return out
                 raise ChannelClosed("the peer closed the channel")
-            self._incoming += data
+            self._incoming += memoryview(self._buffer)[:num_bytes]
+            if num_bytes < RECEIVE_BYTES and not ancillary and not self._blocking:
+                return out + self._whole_frames()  # there was no more
+
+    @property
+    def is_behind(self) -> bool:
+        """Does something wait for `flush`?"""
+        return bool(self._outgoing)
 
     def shutdown(self) -> None:
         """End the connection in both directions: a blocked `receive`, here and there, raises ChannelClosed."""
@@ -155,7 +169,7 @@ class Channel:
             if len(self._incoming) < end:
                 break
             try:
-                message = msgpack.unpackb(bytes(self._incoming[_HEAD.size : end]), raw=False, strict_map_key=False)
+                message = msgpack.unpackb(self._incoming[_HEAD.size : end], raw=False, strict_map_key=False)
             except ValueError as error:
                 raise ChannelClosed(f"the peer sent a frame that is not one of ours: {error}") from error
             if not isinstance(message, dict) or len(self._fds) < num_fds:
@@ -173,15 +187,21 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(f"the peer is gone: {error}") from error
 
+    def _send_some(self, frame: memoryview, fds: list[int]) -> int:
+        """Bytes that the socket took; 0 if it is full."""
+        try:
+            return socket.send_fds(self._sock, [frame], fds) if fds else self._sock.send(frame)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            raise ChannelClosed(f"the peer is gone: {error}") from error
+
     def _flush(self) -> None:
         while self._outgoing:
             frame, fds = self._outgoing[0]
-            try:
-                sent = socket.send_fds(self._sock, [frame], fds) if fds else self._sock.send(frame)
-            except BlockingIOError:
+            sent = self._send_some(frame, fds)
+            if sent == 0:
                 return
-            except OSError as error:
-                raise ChannelClosed(f"the peer is gone: {error}") from error
             for fd in fds:
                 os.close(fd)
             self._queued_bytes -= sent

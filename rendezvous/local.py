@@ -1,33 +1,29 @@
 """The line between a node's agent process and the other processes of its host: a Unix socket, framed messages.
 
-Flows in: requests of a launcher and of workers. Flows out: replies and news of the agent.
-Invariants: only processes of the same user are served; a request is answered once; a client waits no longer than its
-deadline, nor past the agent's end; a client that does not read cannot block the agent.
+Flows in: what a launcher and workers say. Flows out: replies and news of the agent.
+Invariants: only processes of the same user are served; a client that does not read cannot block the agent.
 Limits: the socket's name is abstract, so both ends must share a network namespace.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
 import secrets
 import socket
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from rendezvous.channel import Channel, ChannelClosed, Message
 from rendezvous.node import Node
-from rendezvous.types import StoreReply
 
 _FLUSH_INTERVAL_S = 0.02
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class LocalServer:
-    """The agent's end, on the node's thread. `address` is what `LocalClient.connect` takes."""
+    """The agent's end, on the node's thread. `address` is what `store_line.StoreLines` takes."""
 
     def __init__(
         self,
@@ -60,7 +56,8 @@ class LocalServer:
         except ChannelClosed:
             self.drop(channel)
         else:
-            self._flush(channel)
+            if channel.is_behind:
+                self._node.call_later(_FLUSH_INTERVAL_S, lambda: self._flush(channel))
 
     def drop(self, channel: Channel) -> None:
         if channel in self._channels:
@@ -109,40 +106,21 @@ class LocalServer:
         self._node.call_later(_FLUSH_INTERVAL_S, lambda: self._flush(channel))
 
 
-@dataclass(slots=True)
-class _Pending:
-    done: threading.Event = field(default_factory=threading.Event)
-    reply: Message | None = None
-
-
 class LocalClient:
-    """A process's end. Requests from any thread; news come on a thread of this object's own."""
+    """A launcher's end. Sends from any thread; news come on a thread of this object's own."""
 
     def __init__(
         self,
         channel: Channel,
-        on_news: Callable[[Message], None] = lambda message: None,
-        on_closed: Callable[[], None] = lambda: None,
+        on_news: Callable[[Message], None],
+        on_closed: Callable[[], None],
     ) -> None:
         self._channel = channel
         self._on_news = on_news
         self._on_closed = on_closed
-        self._pending: dict[int, _Pending] = {}
-        self._numbers = itertools.count(1)
         self.closed = False
         self._thread = threading.Thread(target=self._read, name="rendezvous-local", daemon=True)
         self._thread.start()
-
-    @staticmethod
-    def connect(address: str) -> LocalClient:
-        """OSError if no agent listens there (any more)."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            sock.connect("\0" + address)
-        except OSError:
-            sock.close()
-            raise
-        return LocalClient(Channel(sock, blocking=True))
 
     def send(self, kind: str, **fields: Any) -> None:
         """Tell the agent something; lost if it is gone."""
@@ -150,27 +128,6 @@ class LocalClient:
             self._channel.send({"t": kind, **fields})
         except ChannelClosed:
             self._end()
-
-    def call(self, kind: str, wait_s: float, **fields: Any) -> Message | None:
-        """The agent's reply; None if it does not come in time or when the agent is gone."""
-        number, pending = next(self._numbers), _Pending()
-        self._pending[number] = pending
-        try:
-            self.send(kind, id=number, **fields)
-            if not self.closed:
-                pending.done.wait(wait_s)
-            return pending.reply
-        finally:
-            self._pending.pop(number, None)
-
-    def store_request(self, epoch: int, op: str, args: list[Any], deadline_s: float) -> StoreReply:
-        """One operation on the round's store. Waits no longer than `deadline_s` and a second."""
-        reply = self.call("store", deadline_s + 1.0, epoch=epoch, op=op, args=args, deadline_s=deadline_s)
-        if reply is not None:
-            return StoreReply(reply["ok"], reply["value"], reply["error"], reply["ended"], reply["timed_out"])
-        if self.closed:
-            return StoreReply(False, error="this node's agent is gone, and the round with it", ended=True)
-        return StoreReply(False, error=f"the agent did not answer {op} in {deadline_s:g} s", timed_out=True)
 
     def close(self) -> None:
         """Give up the line; the agent sees the end of it."""
@@ -184,36 +141,12 @@ class LocalClient:
                 for message, fds in self._channel.receive():
                     for fd in fds:
                         os.close(fd)
-                    self._handle(message)
+                    self._on_news(message)
         except ChannelClosed:
             self._end()
-
-    def _handle(self, message: Message) -> None:
-        if message["t"] != "reply":
-            self._on_news(message)
-            return
-        pending = self._pending.get(message["id"])
-        if pending is not None:
-            pending.reply = message
-            pending.done.set()
 
     def _end(self) -> None:
         if self.closed:
             return
         self.closed = True
-        for pending in list(self._pending.values()):
-            pending.done.set()
         self._on_closed()
-
-
-def store_reply_message(number: int, reply: StoreReply) -> Message:
-    """What `LocalClient.store_request` understands."""
-    return {
-        "t": "reply",
-        "id": number,
-        "ok": reply.ok,
-        "value": reply.value,
-        "error": reply.error,
-        "ended": reply.ended,
-        "timed_out": reply.timed_out,
-    }

@@ -27,7 +27,7 @@ from rendezvous.membership import Record
 from rendezvous.messages import Answer, AppMessage, Message, Status, StoreCall, StoreResult
 from rendezvous.store_router import StoreRouter
 from rendezvous.transport import Incoming, Transport
-from rendezvous.types import Application, Member, MemberKey, StoreReply, Verdict, View
+from rendezvous.types import Application, Change, Member, MemberKey, StoreReply, Verdict, View
 from rendezvous.wire import MAX_MESSAGE_BYTES, Encoder, Envelope, WireError, decode, pack
 from rendezvous.zmq_transport import ZmqTransport
 
@@ -266,6 +266,8 @@ class Node:
             case out.Forget():
                 self._transport.forget(effect.address)
             case out.Changed():
+                if effect.change.kind is Change.DEAD and effect.change.proof:
+                    self._store.lose(effect.change.member.key)
                 self._application.on_member(effect.change)
             case out.Installed():
                 self._store.enter(effect.view, time.monotonic())

@@ -10,7 +10,6 @@ every Python half made here stays in a list (one for each epoch and clone, a few
 
 from __future__ import annotations
 
-import os
 import queue
 import time
 from collections.abc import Sequence
@@ -20,8 +19,8 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError, QueueEmptyError
 
-from rendezvous.local import LocalClient
 from rendezvous.node import Node
+from rendezvous.store_line import StoreLines
 from rendezvous.types import StoreReply
 
 _CHECK_INTERVAL_S = 0.05
@@ -181,28 +180,32 @@ class NodeChannel:
         self._closed = True
 
 
-class ClientChannel:
-    """A channel for processes of the node that are not its agent."""
+class AgentChannel:
+    """A channel for processes of the node that are not its agent. OSError if none listens at the address."""
 
-    def __init__(self, client: LocalClient) -> None:
-        self._client = client
+    def __init__(self, agent: str) -> None:
+        self._lines = StoreLines(agent)
 
     def request(self, epoch: int, op: str, args: list[Any], deadline_s: float) -> Any:
-        return raise_or_return(self._client.store_request(epoch, op, args, deadline_s))
+        return raise_or_return(self._lines.request(epoch, op, args, deadline_s))
 
 
-_clients: dict[tuple[int, str], LocalClient] = {}
+_channels: dict[str, AgentChannel] = {}
+
+
+def channel_to(agent: str) -> AgentChannel:
+    """This process's channel to its node's agent. StoreError if that is gone."""
+    if agent not in _channels:
+        try:
+            _channels[agent] = AgentChannel(agent)
+        except OSError as error:
+            raise StoreEnded(f"this node's agent is gone ({error}): torchrun starts the workers anew") from error
+    return _channels[agent]
 
 
 def worker_store(agent: str, epoch: int, prefix: str, timeout: timedelta | None) -> Store:
     """The store of a round, from a process that is not the node's agent. StoreError if that is gone."""
-    key = os.getpid(), agent  # a line is of no use to a forked child
-    if key not in _clients:
-        try:
-            _clients[key] = LocalClient.connect(agent)
-        except OSError as error:
-            raise StoreError(f"this node's agent is gone ({error}): torchrun starts the workers anew") from error
-    return PrefixStore(prefix, EpochStore(ClientChannel(_clients[key]), epoch, timeout))
+    return PrefixStore(prefix, EpochStore(channel_to(agent), epoch, timeout))
 
 
 def _bytes(value: bytes | str) -> bytes:

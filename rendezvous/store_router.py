@@ -3,7 +3,8 @@
 Flows in: operations of this member's own processes, calls and results of other members, decided views. Flows out:
 calls, results, and one reply for each operation.
 Invariants: all members compute the same owner of a key (rendezvous hashing over the places of the round); a repeated
-call is done once; when the round ends, everybody who waits is told so.
+call is done once; when the round ends, everybody who waits is told so. It ends when a view begins the next one, and
+before that when a member with a place is certainly dead.
 Limits: operations over several owners are not atomic between them.
 """
 
@@ -25,6 +26,8 @@ MAX_REMEMBERED = 16384
 MAX_AHEAD = 4096
 
 Token: TypeAlias = tuple[MemberKey, int]
+_Part: TypeAlias = tuple[Member, list[Any], list[int]]  # owner, arguments, positions of the results
+_OF_ALL_OWNERS = ("num_keys", "list_keys")
 
 
 def owner_of(key: str, places: tuple[Member, ...]) -> Member:
@@ -80,10 +83,12 @@ class StoreRouter:
         self._shard = StoreShard()
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
+        self._due_s = float("inf")  # nothing of this member's own is due earlier
         self._early: list[_Early] = []
         self._ahead: list[tuple[MemberKey, StoreCall]] = []
         self._done: OrderedDict[Token, StoreReply] = OrderedDict()
         self._ended = False
+        self._round_is_over = False
         self._owners: Callable[[str], Member]  # from the first view on
 
     def end(self) -> None:
@@ -95,11 +100,19 @@ class StoreRouter:
             item.reply(ENDED)
         self._end_calls()
 
+    def lose(self, member: MemberKey) -> None:
+        """A member is certainly dead. If it has a place, the round is over, whenever the next one can begin."""
+        if self._view is not None and any(place.key == member for place in self._view.places):
+            self._round_is_over = True
+            self._answer(self._shard.end())
+            self._end_calls()
+
     def enter(self, view: View, now: float = 0.0) -> None:
         """A view was decided. A new round ends the old store; the same round goes on."""
         old_round = self._view.round if self._view else None
         self._view = view
         if view.round != old_round:
+            self._round_is_over = False
             self._answer(self._shard.end())
             self._done.clear()
             self._end_calls()
@@ -123,8 +136,9 @@ class StoreRouter:
             return
         if view is None or epoch > view.epoch:
             self._early.append(_Early(epoch, op, args, now + deadline_s, reply))
+            self._due_s = min(self._due_s, now + deadline_s)
             return
-        if epoch < view.round:
+        if epoch < view.round or self._round_is_over:
             reply(ENDED)
             return
         try:
@@ -135,17 +149,34 @@ class StoreRouter:
         if not parts:
             reply(StoreReply(True, _combine(op, [])))
             return
+        if len(parts) == 1 and parts[0][0].key == self._me and op not in _OF_ALL_OWNERS:
+            self._request_here(op, parts[0], now + deadline_s, now, reply)
+            return
         request = _Request(op, reply, [None] * sum(len(positions) for _, _, positions in parts))
-        calls = []
-        for owner, part_args, positions in parts:
-            number = next(self._numbers)
-            request.calls[number] = positions
-            call = _Call(request, owner, op, part_args, now + deadline_s, now + self._resend_s)
-            self._calls[number] = call
-            calls.append((number, call))
-        for number, call in calls:
+        calls = [(next(self._numbers), part) for part in parts]
+        for number, part in calls:
+            self._register(number, request, part, now + deadline_s, now)
+        for number, _ in calls:
             if number in self._calls:
-                self._issue(number, call, now)
+                self._issue(number, self._calls[number], now)
+
+    def _request_here(
+        self, op: str, part: _Part, deadline_s: float, now: float, reply: Callable[[StoreReply], None]
+    ) -> None:
+        """All keys are this member's own: most operations are answered at once."""
+        number = next(self._numbers)
+        replies = self._shard.call((self._me, number), op, part[1], deadline_s, now)
+        if replies and replies[0][0] == (self._me, number):
+            reply(replies.pop(0)[1])
+        else:
+            self._register(number, _Request(op, reply, [None] * len(part[2])), part, deadline_s, now)
+        self._answer(replies)
+
+    def _register(self, number: int, request: _Request, part: _Part, deadline_s: float, now: float) -> None:
+        owner, args, positions = part
+        request.calls[number] = positions
+        call = self._calls[number] = _Call(request, owner, request.op, args, deadline_s, now + self._resend_s)
+        self._due_s = min(self._due_s, call.deadline_s, call.resend_s)
 
     def receive(self, sender: MemberKey, message: StoreCall | StoreResult, now: float) -> None:
         if isinstance(message, StoreCall):
@@ -155,13 +186,13 @@ class StoreRouter:
             self._finish(message.call, reply)
 
     def next_deadline_s(self) -> float:
-        times = [min(call.deadline_s, call.resend_s) for call in self._calls.values()]
-        times += [item.deadline_s for item in self._early]
-        return min(min(times, default=float("inf")), self._shard.next_deadline_s())
+        return min(self._due_s, self._shard.next_deadline_s())
 
     def tick(self, now: float) -> None:
         """Answer what is too late, repeat what may have been lost."""
         self._answer(self._shard.expire(now))
+        if now < self._due_s:
+            return
         late = [item for item in self._early if item.deadline_s <= now]
         self._early = [item for item in self._early if item.deadline_s > now]
         for item in late:
@@ -177,6 +208,8 @@ class StoreRouter:
                 call.resend_s = now + self._resend_s
                 if call.owner.key != self._me:
                     self._issue(number, call, now)
+        times = [min(call.deadline_s, call.resend_s) for call in self._calls.values()]
+        self._due_s = min(times + [item.deadline_s for item in self._early], default=float("inf"))
 
     def _end_calls(self) -> None:
         requests = {id(call.request): call.request for call in self._calls.values()}
@@ -249,11 +282,9 @@ def _names(args: list[Any]) -> str:
     return ", ".join(map(repr, keys[:3])) + (" and others" if len(keys) > 3 else "") or "its keys"
 
 
-def _split(
-    op: str, args: list[Any], places: tuple[Member, ...], find_owner: Callable[[str], Member]
-) -> list[tuple[Member, list[Any], list[int]]]:
-    """-> (owner, arguments, positions of the results) for each owner concerned. ValueError for wrong arguments."""
-    if op in ("num_keys", "list_keys"):
+def _split(op: str, args: list[Any], places: tuple[Member, ...], find_owner: Callable[[str], Member]) -> list[_Part]:
+    """One part for each owner concerned. ValueError for wrong arguments."""
+    if op in _OF_ALL_OWNERS:
         return [(member, [], [index]) for index, member in enumerate(places)]
     if op not in ("wait", "check", "multi_get", "multi_set"):
         if not args or not isinstance(args[0], str):

@@ -47,6 +47,7 @@ class StoreShard:
         self._queues: dict[str, deque[bytes]] = {}  # none is empty
         self._num_bytes = 0
         self._waiting: dict[Token, _Waiting] = {}
+        self._due_s = float("inf")  # no call's deadline is earlier
         self._ended = False
 
     @property
@@ -57,7 +58,8 @@ class StoreShard:
         return token in self._waiting
 
     def next_deadline_s(self) -> float:
-        return min((waiting.deadline_s for waiting in self._waiting.values()), default=float("inf"))
+        """Not later than the earliest deadline of a blocked call."""
+        return self._due_s
 
     def call(self, token: Token, op: str, args: list[Any], deadline_s: float, now: float) -> Replies:
         """Do one operation for `token`, which is unique. Blocking ones wait until `deadline_s` on `now`'s clock."""
@@ -74,6 +76,8 @@ class StoreShard:
 
     def expire(self, now: float) -> Replies:
         """Answer the calls whose deadline passed."""
+        if now < self._due_s:
+            return []
         late = [(token, waiting) for token, waiting in self._waiting.items() if waiting.deadline_s <= now]
         replies: Replies = []
         for token, waiting in late:
@@ -81,6 +85,7 @@ class StoreShard:
             missing = [key for key in waiting.keys if not self._holds(key)]
             text = f"nobody set {', '.join(map(repr, missing[:3]))}{' and others' if len(missing) > 3 else ''} in time"
             replies.append((token, StoreReply(False, error=text, timed_out=True)))
+        self._due_s = min((waiting.deadline_s for waiting in self._waiting.values()), default=float("inf"))
         return replies
 
     def end(self) -> Replies:
@@ -208,6 +213,7 @@ class StoreShard:
         if len(self._waiting) >= MAX_WAITING:
             raise _Refused("too many calls wait already")
         self._waiting[token] = waiting
+        self._due_s = min(self._due_s, waiting.deadline_s)
         return self.expire(now) if waiting.deadline_s <= now else []
 
     def _wake(self) -> Replies:

@@ -38,7 +38,8 @@ from rendezvous.channel import Channel, Message
 from rendezvous.config import Config
 from rendezvous.keys import read_key_file
 from rendezvous.local import LocalClient
-from rendezvous.store import ClientChannel, EpochStore, StoreEnded
+from rendezvous.store import EpochStore, StoreChannel, StoreEnded, channel_to
+from rendezvous.store_line import ENV_GLOO_ASKS_ONCE
 
 BACKEND = "p2p"
 DEFAULT_PORT = 29400  # as torchrun's own backends
@@ -278,7 +279,7 @@ class AgentStore(EpochStore):
 
     _ROLES, _RANKS = "torchelastic/role_info/", "torchelastic/assigned_ranks/"
 
-    def __init__(self, channel: ClientChannel, epoch: int, timeout: timedelta, num_nodes: int) -> None:
+    def __init__(self, channel: StoreChannel, epoch: int, timeout: timedelta, num_nodes: int) -> None:
         super().__init__(channel, epoch, timeout)
         self._num_nodes = num_nodes
         self._own_role = b"{}"
@@ -339,7 +340,7 @@ class P2PHandler(RendezvousHandler):
 
     def _enter(self, agent: AgentProcess, found: Round, place: int) -> RendezvousInfo:
         store = AgentStore(
-            ClientChannel(agent.client),
+            channel_to(agent.socket),
             found.round,
             timedelta(seconds=self._settings.join_timeout_s),
             len(found.hosts),
@@ -349,6 +350,7 @@ class P2PHandler(RendezvousHandler):
         os.environ[ENV_AGENT] = agent.socket
         os.environ[ENV_ROUND] = str(found.round)
         os.environ[ENV_LAUNCHER] = str(os.getpid())
+        os.environ.setdefault(ENV_GLOO_ASKS_ONCE, "1")
         return RendezvousInfo(store, place, len(found.hosts), bootstrap)
 
     def _living_agent(self) -> AgentProcess:

@@ -12,8 +12,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from p2pstate.types import Part
 from p2pstate.vault import Vault, VaultFull
 from rendezvous.channel import Message
-from rendezvous.local import store_reply_message
 from rendezvous.node import Node
+from rendezvous.store_line import store_reply_message
 from rendezvous.types import StoreReply
 
 __all__ = ["Requests"]

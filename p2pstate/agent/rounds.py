@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from p2pstate.types import RoundInfo, Start, Worker
+from rendezvous.store_line import ENV_GLOO_ASKS_ONCE
 from rendezvous.types import View, split_address
 
 __all__ = [
@@ -122,6 +123,7 @@ def assignment(
         "P2PSTATE_RUN_ID": info.run_id,
         "P2PSTATE_NODE": worker.node,
         "P2PSTATE_AGENT_PID": str(os.getpid()),
+        ENV_GLOO_ASKS_ONCE: os.environ.get(ENV_GLOO_ASKS_ONCE, "1"),
     }
     if num_local > 1:
         environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")

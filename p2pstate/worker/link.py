@@ -21,6 +21,7 @@ from p2pstate.errors import EXIT_REPLACE, Retryable
 from p2pstate.memory import Bound
 from p2pstate.types import Part, RoundInfo, SlotRecord, Version
 from rendezvous.channel import Channel, ChannelClosed
+from rendezvous.store_line import store_reply_from, store_request
 from rendezvous.types import StoreReply
 
 __all__ = ["Link", "RoundAborted"]
@@ -104,8 +105,11 @@ class Link:
 
     def send(self, kind: str, /, **fields: Any) -> None:
         """Tell the agent something; nothing comes back. The process ends when the agent is gone."""
+        self._tell({"t": kind, **fields})
+
+    def _tell(self, message: dict[str, Any]) -> None:
         try:
-            self._channel.send({"t": kind, **fields})
+            self._channel.send(message)
         except ChannelClosed:
             self._lost()
 
@@ -113,14 +117,13 @@ class Link:
         """One operation on the round's store. Waits no longer than ``deadline_s`` and a second, nor past an abort."""
         if self.is_aborted(epoch):
             return StoreReply(ok=False, error=f"round {epoch} is over: {self._abort_reason}", ended=True)
-        message = {"t": "store", "epoch": epoch, "op": op, "args": args, "deadline_s": deadline_s}
-        reply, _ = self._call(message, deadline_s + 1.0, epoch)
+        reply, _ = self._call(store_request(epoch, op, args, deadline_s), deadline_s + 1.0, epoch)
         if reply is None:
             if self.is_aborted(epoch):
                 return StoreReply(ok=False, error=f"round {epoch} is over: {self._abort_reason}", ended=True)
             text = f"no answer to {op} within {deadline_s:.1f} s"
             return StoreReply(ok=False, error=text, timed_out=True)
-        return StoreReply(reply["ok"], reply["value"], reply["error"], reply["ended"], reply["timed_out"])
+        return store_reply_from(reply)
 
     def allocate(self, part: Part, index: int, num_bytes: int) -> int:
         """A descriptor of the memory of one slot of this node's vault; the caller closes it.
@@ -162,7 +165,7 @@ class Link:
         number = next(self._ids)
         self._pending[number] = pending
         try:
-            self.send(message.pop("t"), id=number, **message)
+            self._tell({**message, "id": number})
             if epoch is not None and self.is_aborted(epoch):
                 return None, []  # aborted between the check and the registration
             pending.done.wait(deadline_s)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
 import sys
 import threading
@@ -12,9 +14,10 @@ import pytest
 from rendezvous.agent import claim_name
 from rendezvous.channel import Channel, Message
 from rendezvous.config import Config
-from rendezvous.local import LocalClient, LocalServer, store_reply_message
+from rendezvous.local import LocalClient, LocalServer
 from rendezvous.node import Node
 from rendezvous.processes import kill_marked
+from rendezvous.store_line import StoreLine, StoreLines, store_reply_message
 from rendezvous.types import PassiveApplication, StoreReply, Verdict
 
 
@@ -26,7 +29,7 @@ class Alone(PassiveApplication):
         self.server = LocalServer(self.node, self.on_local, lambda channel: None)
 
     def on_local(self, channel: Channel, message: Message, fds: list[int]) -> None:
-        if message["t"] == "silence":
+        if message["op"] == "silence":
             return
 
         def reply(answer: StoreReply) -> None:
@@ -48,54 +51,78 @@ def served() -> Iterator[Alone]:
     alone.node.close()
 
 
-def test_two_clients_share_the_store_and_a_blocked_get_is_answered_by_the_others_set(served: Alone) -> None:
-    one, two = (LocalClient.connect(served.server.address) for _ in range(2))
+def connect(address: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.connect("\0" + address)
+    return sock
+
+
+def test_threads_share_the_store_and_a_blocked_get_is_answered_by_the_others_set(served: Alone) -> None:
+    lines = StoreLines(served.server.address)
     answers: list[StoreReply] = []
-    blocked = threading.Thread(target=lambda: answers.append(one.store_request(1, "get", ["key"], 20.0)))
+    blocked = threading.Thread(target=lambda: answers.append(lines.request(1, "get", ["key"], 20.0)))
     blocked.start()
-    assert two.store_request(1, "set", ["key", b"value"], 20.0).ok
+    assert lines.request(1, "set", ["key", b"value"], 20.0).ok
     blocked.join(20.0)
     assert [answer.value for answer in answers] == [b"value"]
-    assert two.store_request(1, "get", ["never"], 0.05).timed_out
-    one.close()
-    assert one.store_request(1, "get", ["key"], 20.0).ended
-    assert two.store_request(1, "get", ["key"], 20.0).value == b"value"
-    two.close()
+    assert lines.request(1, "get", ["never"], 0.05).timed_out
+    assert lines.request(1, "get", ["key"], 20.0).value == b"value"
+
+
+def test_reply_that_comes_after_its_deadline_answers_no_other_request(served: Alone) -> None:
+    lines = StoreLines(served.server.address)
+    assert lines.request(1, "silence", [], -0.5).timed_out
+    assert lines.request(1, "set", ["key", b"value"], 20.0).value is None
+    assert lines.request(1, "get", ["key"], 20.0).value == b"value"
+
+
+def test_forked_child_has_a_line_of_its_own(served: Alone) -> None:
+    lines = StoreLines(served.server.address)
+    child = os.fork()
+    if child == 0:
+        os._exit(not all(lines.request(1, "add", ["count", 1], 20.0).ok for _ in range(200)))
+    for _ in range(200):
+        assert lines.request(1, "add", ["count", 1], 20.0).ok
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert lines.request(1, "get", ["count"], 20.0).value == b"400"
 
 
 def test_failing_verdict_frees_whoever_waits_in_the_store(served: Alone) -> None:
-    client = LocalClient.connect(served.server.address)
-    assert client.store_request(1, "set", ["key", b""], 20.0).ok
+    lines = StoreLines(served.server.address)
+    assert lines.request(1, "set", ["key", b""], 20.0).ok
     answers: list[StoreReply] = []
-    blocked = threading.Thread(target=lambda: answers.append(client.store_request(1, "get", ["never"], 60.0)))
+    blocked = threading.Thread(target=lambda: answers.append(lines.request(1, "get", ["never"], 60.0)))
     blocked.start()
     served.node.call_soon_threadsafe(lambda: served.node.declare(Verdict(1, "over", served.node.key)))
     blocked.join(20.0)
     assert [answer.ended for answer in answers] == [True]
-    client.close()
 
 
-def test_client_of_an_agent_that_ends_is_freed_and_told(served: Alone) -> None:
+def test_whoever_waits_for_an_agent_that_ends_is_freed_and_told(served: Alone) -> None:
     ended = threading.Event()
-    client = LocalClient.connect(served.server.address)
-    client._on_closed = ended.set
-    waiting = threading.Thread(target=lambda: client.call("silence", 60.0))
+    client = LocalClient(Channel(connect(served.server.address), blocking=True), lambda message: None, ended.set)
+    lines = StoreLines(served.server.address)
+    answers: list[StoreReply] = []
+    waiting = threading.Thread(target=lambda: answers.append(lines.request(1, "silence", [], 60.0)))
     waiting.start()
     served.node.call_soon_threadsafe(served.server.close)
     waiting.join(20.0)
-    assert not waiting.is_alive()
+    assert [answer.ended for answer in answers] == [True]
     assert ended.wait(20.0)
     assert client.closed
+    client.close()
+    assert lines.request(1, "num_keys", [], 20.0).ended
     with pytest.raises(OSError, match="refused"):
-        LocalClient.connect(served.server.address)
+        StoreLine(served.server.address)
 
 
 def test_client_that_sends_nonsense_is_dropped_and_the_others_are_served(served: Alone) -> None:
-    bad, good = (LocalClient.connect(served.server.address) for _ in range(2))
+    ended = threading.Event()
+    bad = LocalClient(Channel(connect(served.server.address), blocking=True), lambda message: None, ended.set)
     bad.send("store")
-    assert bad.call("silence", 20.0) is None
-    assert good.store_request(1, "num_keys", [], 20.0).value == 0
-    good.close()
+    assert ended.wait(20.0)
+    bad.close()
+    assert StoreLines(served.server.address).request(1, "num_keys", [], 20.0).value == 0
 
 
 def test_processes_are_ended_by_their_mark_and_others_are_left() -> None:

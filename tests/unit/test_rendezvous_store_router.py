@@ -172,6 +172,20 @@ def test_new_round_ends_what_waits_and_empties_the_store() -> None:
     assert cluster.ask("a", "get", "k", epoch=1)[0].ended
 
 
+def test_certain_death_of_a_place_ends_the_round_before_the_next_view_and_that_of_a_spare_does_not() -> None:
+    cluster = Cluster("abc")
+    cluster.enter(view_of("ab", spares="c"))
+    waiting = cluster.ask("a", "get", "never")
+    router = cluster.routers[member("a").key]
+    router.lose(member("c").key)
+    assert waiting == []
+    router.lose(member("b").key)
+    assert [reply.ended for reply in waiting] == [True]
+    assert [reply.ended for reply in cluster.ask("a", "set", "key", b"")] == [True]
+    cluster.enter(view_of("ac", 2, 2))
+    assert [reply.ok for reply in cluster.ask("a", "set", "key", b"", epoch=2)] == [True]
+
+
 def test_view_of_the_same_round_leaves_the_store_and_who_waits_alone() -> None:
     cluster = Cluster("ab")
     cluster.enter(view_of("ab"))

@@ -3,7 +3,8 @@
 In: how many processes. Out: seconds until the last rank has created the group and reduced one number with all others;
 operations per second of each kind. Ours as under torchrun: the ranks are other processes than the node's agent, which
 runs already. TCPStore as env:// makes it: rank 0 serves it. Processes are forked from one that has imported torch,
-gloo uses the loopback interface, so that no name is looked up on either side.
+gloo uses the loopback interface, so that no name is looked up on either side, and asks for all addresses at once on
+both, as it does in our workers.
 """
 
 import contextlib
@@ -23,9 +24,10 @@ from rendezvous_agents import free_ports
 
 from rendezvous.channel import Channel, Message
 from rendezvous.config import Config
-from rendezvous.local import LocalServer, store_reply_message
+from rendezvous.local import LocalServer
 from rendezvous.node import Node
 from rendezvous.store import worker_store
+from rendezvous.store_line import ENV_GLOO_ASKS_ONCE, store_reply_message
 from rendezvous.types import PassiveApplication, View
 
 TIMEOUT = timedelta(seconds=120)
@@ -118,6 +120,7 @@ def init_s(kind: str, world_size: int) -> dict[str, float]:
 
         def work(rank: int, pipe: Connection) -> None:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+            os.environ[ENV_GLOO_ASKS_ONCE] = "1"
             torch.set_num_threads(1)
             pipe.send("here")
             pipe.recv()

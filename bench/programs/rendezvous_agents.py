@@ -38,7 +38,7 @@ class Agent:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": str(HERE.parent)},
+            env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
         )
 
     def read(self) -> None:
