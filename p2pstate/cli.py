@@ -18,6 +18,7 @@ from pathlib import Path
 from p2pstate.agent.agent import Agent
 from p2pstate.agent.hang import DEFAULT_FLOOR_S
 from p2pstate.agent.job import Job
+from p2pstate.agent.serving import read_token
 from p2pstate.chaos import add_command as add_chaos_command
 from p2pstate.chaos import run_command as run_chaos_command
 from p2pstate.data.command import add_command as add_data_command
@@ -257,7 +258,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         spare_wait_s=options.spare_wait,
         health_file=os.path.abspath(options.health_file) if options.health_file else None,
         http=options.http,
-        http_token=_read_token(options.http_token_file) if options.http_token_file else None,
+        http_token=read_token(options.http_token_file) if options.http_token_file else None,
         otel=options.otel,
         chaos=options.chaos,
         hang_floor_s=options.hang_floor,
@@ -277,13 +278,6 @@ COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
     "top": run_top_command,
     "verdict": _verdict,
 }
-
-
-def _read_token(path: str) -> str:
-    token = Path(path).read_text(encoding="utf-8").strip()
-    if not token:
-        raise ValueError(f"--http-token-file {path} is empty: put a secret into it")
-    return token
 
 
 if __name__ == "__main__":

@@ -123,10 +123,14 @@ class NodeAgent:
         self._waiting = reason
         self.say(f"waiting: {reason}")
         self._tell("waiting", reason=reason)
+        for companion in self._companions:
+            companion.on_waiting(reason)
 
     def on_member(self, change: MemberChange) -> None:
         if change.kind in (Change.DEAD, Change.LEFT):
             self.say(f"node {change.member.name} is gone: {change.reason}")
+        for companion in self._companions:
+            companion.on_member(change)
 
     def on_message(self, sender: MemberKey, kind: str, body: Any) -> None:
         if kind != "done":

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from rendezvous.channel import Channel, Message
 from rendezvous.config import Config
 from rendezvous.node import Node
-from rendezvous.types import MemberKey, View
+from rendezvous.types import MemberChange, MemberKey, View
 
 GROUP = "rendezvous.agents"
 
@@ -42,6 +42,10 @@ class Companion(Protocol):
         """Whether a new round has to begin, and what joins the view's data. Pure."""
 
     def on_view(self, view: View) -> None: ...
+
+    def on_waiting(self, reason: str) -> None: ...
+
+    def on_member(self, change: MemberChange) -> None: ...
 
     def on_peer(self, sender: MemberKey, kind: str, body: Any) -> None:
         """A message of another member that is not the agent's own business; perhaps nonsense."""

@@ -10,13 +10,12 @@ this node's own end), and then no process of this node is left.
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from p2pstate.agent.chaos import Chaos
-from p2pstate.agent.describing import describe_start, version_of
+from p2pstate.agent.describing import describe_start
 from p2pstate.agent.draining import Draining
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.health import HealthFile
@@ -30,16 +29,16 @@ from p2pstate.agent.ranks import Ranks
 from p2pstate.agent.rehearsals import Rehearsals
 from p2pstate.agent.requests import Requests
 from p2pstate.agent.resizing import Resizing
+from p2pstate.agent.round_state import tell_view
 from p2pstate.agent.rounds import Progress, decide_start, num_places, round_info
 from p2pstate.agent.saves import Saves
-from p2pstate.agent.serving import Gatherer, PageServer
+from p2pstate.agent.serving import Site
 from p2pstate.agent.status import ranks_status
 from p2pstate.agent.supervisor import Supervisor, WorkerProcess
 from p2pstate.agent.waiting import Waiting
 from p2pstate.agent.watchdog import Watchdog
 from p2pstate.agent.weaknesses import Weaknesses
 from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY, EXIT_STATE_LOST
-from p2pstate.observe.metrics import exposition
 from p2pstate.observe.spans import IncidentSpans
 from p2pstate.types import Start
 from p2pstate.vault import Vault
@@ -99,10 +98,9 @@ class Agent:
         self._weaknesses = Weaknesses(self.events)
         self._waiting = Waiting(self.node)
         self.verdict: Verdict | None = None
-        self._gatherer = Gatherer(self.node, self._snapshot)
-        self._page: PageServer | None = None
+        self._site = Site(self.node, self.events, self._status)
         if job.http is not None:
-            self._page = PageServer(job.http, job.http_token, self._name, self._gatherer.gather, self._metrics)
+            self._site.serve(job.http, job.http_token)
         self._handlers: dict[str, Callable[..., None]] = {
             **self._requests.handlers,
             **self._ranks.handlers,
@@ -126,16 +124,13 @@ class Agent:
             self._watchdog.start()
             if self._health is not None:
                 self._health.start()
-            if self._page is not None:
-                self._page.start()
-                self.events.emit("page", f"this run's page: {self._page.url}", url=self._page.url)
+            self._site.start()
             self.node.run()
         finally:
             total = self.events.ledger.total()
             if total.wall_s > 0:
                 self.events.emit("goodput", f"this node's ranks: {total.sentence()}", seconds=dict(total.seconds))
-            if self._page is not None:
-                self._page.close()
+            self._site.close()
             self._supervisor.close()
             if self._health is not None:
                 self._health.close()
@@ -203,13 +198,7 @@ class Agent:
         self._view = view
         ranks = self._ranks
         start = str(view.data.get("start", Start.IN_PLACE))
-        places, spares = [m.name for m in view.places], [m.name for m in view.spares]
-        fields = {"epoch": view.epoch, "round": view.round, "places": places, "spares": spares, "start": start}
-        fields["nonce"] = view.nonce
-        sentence = f"view {view.epoch}: training on {', '.join(places)}" + (
-            f", spare {', '.join(spares)}" if spares else ""
-        )
-        self.events.emit("view", f"{sentence} ({view.reason})", reason=view.reason, **fields)
+        tell_view(self.events, view, start)
         info = round_info(view, start, self._config.run_id, self._job.num_workers)
         self._weaknesses.on_round(info)
         new_round = ranks.on_view(view)
@@ -254,7 +243,7 @@ class Agent:
                 self._watchdog.receive(sender, kind, body)
         elif kind in ("look", "seen"):
             with suppress(TypeError, ValueError):  # of another version of this program
-                self._gatherer.heard(sender, kind, body)
+                self._site.heard(sender, kind, body)
         elif kind == "journal":
             with suppress(ValueError):  # of another version of this program
                 self._journals.heard(body)
@@ -268,14 +257,6 @@ class Agent:
         num_warm = sum(worker.rank is None for worker in self._supervisor.workers.values())
         mine = ranks_status(self._supervisor.assigned(), num_warm, self._vault, self._weaknesses)
         return standing_of(self.node) | mine | {"waiting": self._waiting.reason}
-
-    def _snapshot(self) -> dict[str, Any]:
-        """For pages, also those of other nodes."""
-        page = self._page.url if self._page is not None else None
-        return self._status() | {"page": page, "live": self.events.live.summary(time.time())}
-
-    def _metrics(self) -> bytes:
-        return self._gatherer.on_node(lambda: exposition(self.events.live, self._status(), version_of("p2pstate")))
 
     def answer(self, kind: str, body: Any) -> Any:
         """What an operator outside the run asks (p2prun status, p2prun stop)."""

@@ -18,24 +18,28 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2pstate.agent.attached import Attached, AttachedWorkers
+from p2pstate.agent.describing import environment
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.hang import DEFAULT_FLOOR_S
 from p2pstate.agent.helpers import Interpreters
 from p2pstate.agent.output import Writer
 from p2pstate.agent.requests import Requests
-from p2pstate.agent.round_state import RoundState
+from p2pstate.agent.round_state import RoundState, tell_view
 from p2pstate.agent.rounds import assignment, decide_restart, round_info
 from p2pstate.agent.saves import Saves
+from p2pstate.agent.serving import Site, read_token
 from p2pstate.agent.status import ranks_status
 from p2pstate.agent.watchdog import Watchdog
 from p2pstate.agent.weaknesses import Weaknesses
 from p2pstate.errors import EXIT_STATE_LOST
+from p2pstate.observe.spans import IncidentSpans
 from p2pstate.trace import map_page, new_page
 from p2pstate.types import RoundInfo, Start
 from p2pstate.vault import Vault
 from rendezvous.channel import Channel, Message
 from rendezvous.companion import Host
-from rendezvous.types import MemberKey, Verdict, View
+from rendezvous.standing import standing_of
+from rendezvous.types import Change, MemberChange, MemberKey, Verdict, View
 
 __all__ = ["Settings", "VaultKeeper", "create"]
 
@@ -43,14 +47,18 @@ __all__ = ["Settings", "VaultKeeper", "create"]
 @dataclass(frozen=True, slots=True)
 class Settings:
     """``run_dir``: where events go, None for nowhere; ``hang_floor_s``: as ``p2prun --hang-floor``, 0 for nobody
-    looks."""
+    looks; ``http``, ``http_token``: as ``p2prun --http``; ``otel``: as ``p2prun --otel``."""
 
     run_dir: str | None = None
     hang_floor_s: float = DEFAULT_FLOOR_S
+    http: str | None = None
+    http_token: str | None = None
+    otel: bool = False
 
     @staticmethod
     def from_env(env: Mapping[str, str]) -> Settings:
-        """P2PSTATE_RUN_DIR and P2PSTATE_HANG_FLOOR: torchrun has no options of ours. ValueError for what is none."""
+        """P2PSTATE_RUN_DIR, P2PSTATE_HANG_FLOOR, P2PSTATE_HTTP, P2PSTATE_HTTP_TOKEN_FILE and P2PSTATE_OTEL: torchrun
+        has no options of ours. ValueError for what is none, OSError for a file that cannot be read."""
         text = env.get("P2PSTATE_HANG_FLOOR", str(DEFAULT_FLOOR_S))
         try:
             floor_s = float(text)
@@ -58,12 +66,24 @@ class Settings:
             floor_s = -1.0
         if not 0 <= floor_s < float("inf"):
             raise ValueError(f"P2PSTATE_HANG_FLOOR={text}: give seconds, or 0 to leave hung workers alone")
-        return Settings(env.get("P2PSTATE_RUN_DIR"), floor_s)
+        token_file = env.get("P2PSTATE_HTTP_TOKEN_FILE")
+        return Settings(
+            run_dir=env.get("P2PSTATE_RUN_DIR"),
+            hang_floor_s=floor_s,
+            http=env.get("P2PSTATE_HTTP"),
+            http_token=read_token(token_file) if token_file else None,
+            otel=env.get("P2PSTATE_OTEL", "0") not in ("", "0"),
+        )
 
 
 def create(host: Host) -> VaultKeeper:
-    """ValueError for settings that cannot be understood."""
-    return VaultKeeper(host, Settings.from_env(os.environ))
+    """ValueError or OSError for settings that cannot be understood."""
+    keeper = VaultKeeper(host, settings := Settings.from_env(os.environ))
+    try:
+        keeper.show(settings)
+    except (OSError, ValueError) as error:
+        host.say(f"nothing is shown of this node: {error}")  # the vault is there, and that is what counts
+    return keeper
 
 
 class VaultKeeper:
@@ -91,6 +111,11 @@ class VaultKeeper:
             host.node, self._workers, self._events, floor_s=settings.hang_floor_s, on_stuck=self._want_round
         )
         self._watchdog.start()
+        self._waiting = ""  # why there is no view
+        self._site = Site(host.node, self._events, self._whole_status)
+        config = host.config
+        known = {"run id": config.run_id, "launcher": "torchrun", "training nodes": config.num_nodes_max}
+        self._events.emit("agent_started", configuration=known, environment=environment())
         self._handlers: dict[str, Callable[..., None]] = {
             **self._requests.handlers,
             **self._state.handlers,
@@ -99,6 +124,14 @@ class VaultKeeper:
             "save_late": lambda worker, version, seconds: self._saves.late(version, seconds),
             "save": lambda worker, version, final: self._saves.ready(worker.rank, version, final, self._ranks),
         }
+
+    def show(self, settings: Settings) -> None:
+        """Raises OSError or ValueError when the page cannot be served, or spans not be made."""
+        if settings.otel:
+            self._events.spans = IncidentSpans(self._host.config.run_id, self._name)
+        if settings.http is not None:
+            self._site.serve(settings.http, settings.http_token)
+            self._site.start()
 
     # -- rendezvous.companion.Companion
 
@@ -110,18 +143,28 @@ class VaultKeeper:
 
     def on_view(self, view: View) -> None:
         before = self._state.view
-        if self._state.on_view(view):
-            self._events.emit("round", epoch=view.epoch, round=view.round, reason=view.reason)
-            if before is not None:
-                self._watchdog.over(before.round)
+        self._waiting = ""
+        tell_view(self._events, view, str(view.data.get("start", Start.FRESH)), aloud=False)
+        if self._state.on_view(view) and before is not None:
+            self._watchdog.over(before.round)
         self._assign_places()
 
+    def on_waiting(self, reason: str) -> None:
+        self._waiting = reason
+        self._events.emit("waiting", reason=reason)
+
+    def on_member(self, change: MemberChange) -> None:
+        if change.kind in (Change.DEAD, Change.LEFT):
+            self._events.emit("member_dead", member=change.member.name, reason=change.reason, proof=change.proof)
+
     def on_peer(self, sender: MemberKey, kind: str, body: Any) -> None:
-        if kind in ("hang_ask", "hang_answer", "hung"):
-            with suppress(ValueError):  # of another version of this program
+        with suppress(TypeError, ValueError):  # of another version of this program
+            if kind in ("hang_ask", "hang_answer", "hung"):
                 self._watchdog.receive(sender, kind, body)
-        elif kind == "save":
-            self._saves.heard(sender, body)
+            elif kind in ("look", "seen"):
+                self._site.heard(sender, kind, body)
+            elif kind == "save":
+                self._saves.heard(sender, body)
 
     def on_message(self, channel: Channel, message: Message) -> None:
         kind = message.pop("t")
@@ -139,8 +182,15 @@ class VaultKeeper:
     def status(self) -> dict[str, Any]:
         return ranks_status(self._workers.assigned(), 0, self._vault, self._weaknesses)
 
+    def _whole_status(self) -> dict[str, Any]:
+        return standing_of(self._node) | {"waiting": self._waiting} | self.status()
+
     def close(self) -> None:
         self._interpreters.close()
+        verdict = self._node.verdict
+        if verdict is not None:
+            self._events.emit("verdict", code=verdict.code, text=verdict.text, scope="run")
+        self._site.close()
         self._workers.close()
         self._vault.close()
         self._events.close()

@@ -14,7 +14,7 @@ from typing import Any
 from p2pstate.agent.job import Job
 from rendezvous.config import Config
 
-__all__ = ["describe_start", "version_of"]
+__all__ = ["describe_start", "environment", "version_of"]
 
 PACKAGES = ("p2pstate", "torch", "numpy", "pyzmq")
 
@@ -29,13 +29,18 @@ def describe_start(config: Config, job: Job) -> dict[str, Any]:
             "workers per node": job.num_workers,
             "labels": ", ".join(f"{key}={value}" for key, value in sorted(config.labels.items())),
         },
-        "environment": {
-            "host": socket.gethostname(),
-            "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-            "processors": os.cpu_count(),
-            "Python": platform.python_version(),
-            **{name: version_of(name) for name in PACKAGES},
-        },
+        "environment": environment(),
+    }
+
+
+def environment() -> dict[str, Any]:
+    """Of this host and this interpreter."""
+    return {
+        "host": socket.gethostname(),
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "processors": os.cpu_count(),
+        "Python": platform.python_version(),
+        **{name: version_of(name) for name in PACKAGES},
     }
 
 

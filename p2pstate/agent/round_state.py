@@ -20,9 +20,18 @@ from p2pstate.types import OLDEST, Start
 from rendezvous.node import Node
 from rendezvous.types import View
 
-__all__ = ["RoundState"]
+__all__ = ["RoundState", "tell_view"]
 
 ERROR_GRACE_S = 1.0  # an error without a death: give the detector of deaths the first word
+
+
+def tell_view(events: EventLog, view: View, start: str, *, aloud: bool = True) -> None:
+    """The event that says who is in. ``aloud``: nobody else says so on the console."""
+    places, spares = [member.name for member in view.places], [member.name for member in view.spares]
+    fields = {"epoch": view.epoch, "round": view.round, "nonce": view.nonce, "reason": view.reason}
+    beside = f", spare {', '.join(spares)}" if spares else ""
+    sentence = f"view {view.epoch}: training on {', '.join(places)}{beside} ({view.reason})"
+    events.emit("view", sentence if aloud else "", **fields, places=places, spares=spares, start=start)
 
 
 class RoundState:

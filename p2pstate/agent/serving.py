@@ -1,7 +1,8 @@
 """A node's page, its metrics and its status over HTTP; and what other nodes' pages ask of this one.
 
-In: requests of browsers, scrapers and other nodes' agents. Out: ``/`` (the whole run, as a page), ``/status.json``,
-``/metrics`` (this node). Whichever node is asked asks the others, so there is none whose death takes the page away.
+In: requests of browsers, scrapers and other nodes' agents, what an agent knows of its node. Out: ``/`` (the whole run,
+as a page), ``/status.json``, ``/metrics`` (this node). Whichever node is asked asks the others, so there is none whose
+death takes the page away.
 
 Invariants: read only, GET and HEAD; whoever asks waits ``ANSWER_S`` at most for the nodes that answer; requests are
 served by threads of their own and read the node's state on the node's thread only. With a token nothing is told
@@ -15,18 +16,23 @@ import http.server
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import parse_qs, urlsplit
 
+from p2pstate.agent.describing import version_of
+from p2pstate.agent.events import EventLog
+from p2pstate.observe.metrics import exposition
 from p2pstate.observe.page import POLICY, as_page
 from p2pstate.observe.whole import merge
 from rendezvous.node import Node, Timer
 from rendezvous.types import MemberKey, Role
 
-__all__ = ["Gatherer", "PageServer"]
+__all__ = ["Gatherer", "PageServer", "Site", "read_token"]
 
 ANSWER_S = 0.7  # for other nodes
 NODE_S = 5.0  # for the own node's thread
@@ -34,6 +40,46 @@ CLIENT_S = 10.0  # for a client that sends or reads slowly
 
 T = TypeVar("T")
 Answers = dict[str, dict[str, Any]]
+
+
+def read_token(path: str) -> str:
+    """Raises OSError, or ValueError for an empty file."""
+    token = Path(path).read_text(encoding="utf-8").strip()
+    if not token:
+        raise ValueError(f"{path} is empty: put the token of the page into it")
+    return token
+
+
+class Site:
+    """What an agent shows of its run: a page, if it is to serve one, and answers to the pages of others."""
+
+    def __init__(self, node: Node, events: EventLog, status: Callable[[], dict[str, Any]]) -> None:
+        """``status``: rendezvous.standing.standing_of and agent.status.ranks_status, and what is waited for."""
+        self._node, self._events, self._status = node, events, status
+        self._gatherer = Gatherer(node, self._snapshot)
+        self._page: PageServer | None = None
+        self.heard = self._gatherer.heard
+
+    def serve(self, bind: str, token: str | None) -> None:
+        """Raises OSError and ValueError as PageServer does."""
+        self._page = PageServer(bind, token, self._node.key.name, self._gatherer.gather, self._metrics)
+
+    def start(self) -> None:
+        if self._page is not None:
+            self._page.start()
+            self._events.emit("page", f"this run's page: {self._page.url}", url=self._page.url)
+
+    def close(self) -> None:
+        if self._page is not None:
+            self._page.close()
+
+    def _snapshot(self) -> dict[str, Any]:
+        page = self._page.url if self._page is not None else None
+        return self._status() | {"page": page, "live": self._events.live.summary(time.time())}
+
+    def _metrics(self) -> bytes:
+        version = version_of("p2pstate")
+        return self._gatherer.on_node(lambda: exposition(self._events.live, self._status(), version))
 
 
 class Gatherer:

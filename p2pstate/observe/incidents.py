@@ -17,7 +17,18 @@ __all__ = ["PHASES", "Incident", "IncidentFinder", "find_incidents", "longest"]
 Event = Mapping[str, Any]
 
 SIGN_S = 30.0  # a death is a sign of a round's end that follows within so long
-PHASES = ("detect", "abort", "quiesce", "view", "spare", "groups", "verify", "pull", "restore", "first step")
+PHASES = {  # of a recovery, in order: in words
+    "detect": "noticing",
+    "abort": "stopping the step",
+    "quiesce": "copies come to rest",
+    "view": "agreeing who is in",
+    "spare": "waiting for the replacement",
+    "groups": "connecting",
+    "verify": "checking copies",
+    "pull": "fetching state",
+    "restore": "putting state in place",
+    "first step": "first step",
+}
 CAUSES = {"member_dead": "node", "hang": "hang", "worker_exited": "process"}  # the first of these that was seen counts
 
 
@@ -81,7 +92,7 @@ class Incident:
 
 def longest(some: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
     """Each phase as long as it was where it took longest, in the order in which they come."""
-    names = sorted({*some, *others}, key=lambda name: PHASES.index(name) if name in PHASES else len(PHASES))
+    names = [name for name in dict.fromkeys((*PHASES, *some, *others)) if name in some or name in others]
     return {name: max(float(some.get(name, 0.0)), float(others.get(name, 0.0))) for name in names}
 
 
@@ -103,6 +114,7 @@ class IncidentFinder:
         self._ended = False  # the run, or there was none yet
         self._nonce: object = None  # of the run
         self._round = 0  # the newest
+        self._places: set[str] = set()  # the nodes that train in it
 
     def add(self, event: Event) -> None:
         handler = getattr(self, "on_" + str(event["event"]), None)
@@ -116,10 +128,11 @@ class IncidentFinder:
 
     def on_view(self, event: Event, t: float) -> None:
         self._ended = False
-        nonce, round_ = event.get("nonce"), int(event.get("round", 0))
+        nonce, round_, places = event.get("nonce"), int(event.get("round", 0)), set(event.get("places", ()))
         if nonce == self._nonce and round_ > self._round > 0:
-            self._round_over(self._round, t, str(event["reason"]))  # where nobody was told before
-        self._nonce, self._round = nonce, round_
+            gone = "node" if self._places - places else "other"
+            self._round_over(self._round, t, str(event["reason"]), gone)  # where nobody was told before
+        self._nonce, self._round, self._places = nonce, round_, places
 
     def on_verdict(self, event: Event, t: float) -> None:
         if event.get("scope") == "node":  # it leaves, the run goes on
@@ -146,7 +159,8 @@ class IncidentFinder:
         if not self._ended:
             self._round_over(int(event["round"]), t, str(event["reason"]))
 
-    def _round_over(self, round_: int, t: float, reason: str) -> None:
+    def _round_over(self, round_: int, t: float, reason: str, cause: str = "other") -> None:
+        """``cause``: if no sign tells."""
         if self.incidents and self.incidents[-1].round == round_:
             return
         if self._open is not None and not self._open.looked_on:
@@ -154,7 +168,7 @@ class IncidentFinder:
             return
         signs = [sign for sign in self._signs if t - SIGN_S <= sign["t"] <= t]
         self._signs.clear()
-        cause = next((CAUSES[kind] for kind in CAUSES if any(sign["event"] == kind for sign in signs)), "other")
+        cause = next((CAUSES[kind] for kind in CAUSES if any(sign["event"] == kind for sign in signs)), cause)
         began = min([t, *(float(sign["t"]) for sign in signs)])
         last_step = max(self._steps.values(), default=0)
         nonce = "" if self._nonce is None else str(self._nonce)

@@ -16,7 +16,8 @@ from typing import Any
 from urllib.parse import quote
 
 from p2pstate.observe.goodput import CATEGORIES, Goodput
-from p2pstate.observe.svg import COLOURS
+from p2pstate.observe.incidents import PHASES
+from p2pstate.observe.svg import COLOURS, PHASE_COLOURS
 from p2pstate.observe.whole import WINDOWS, headline
 
 __all__ = ["POLICY", "as_page"]
@@ -36,18 +37,6 @@ SOURCES = {
     "replicas": "ranks that hold the same",
     "disk": "a checkpoint on disk",
     "survivor": "its own process, which lives",
-}
-PHASES = {  # of a recovery: what it is called here, and its colour
-    "detect": ("noticing", COLOURS["recovery"]),
-    "abort": ("stopping the step", COLOURS["repeated"]),
-    "quiesce": ("copies come to rest", COLOURS["startup"]),
-    "view": ("agreeing who is in", COLOURS["saving"]),
-    "spare": ("waiting for the replacement", COLOURS["waiting"]),
-    "groups": ("connecting", COLOURS["protection"]),
-    "verify": ("checking copies", COLOURS["phase"]),
-    "pull": ("fetching state", COLOURS["useful"]),
-    "restore": ("putting state in place", COLOURS["data"]),
-    "first step": ("first step", COLOURS["other"]),
 }
 DOING = {
     "starting": "starting",
@@ -230,7 +219,10 @@ def _protected_again(incident: Mapping[str, Any], run: Mapping[str, Any]) -> str
 
 def _phases(phases: Mapping[str, float]) -> str:
     shown = {name: seconds for name, seconds in phases.items() if seconds >= LEAST_SHOWN_S}
-    drawn = [(*PHASES.get(name, (escape(name), COLOURS["other"])), seconds) for name, seconds in shown.items()]
+    drawn = [
+        (escape(PHASES.get(name, name)), PHASE_COLOURS.get(name, COLOURS["other"]), seconds)
+        for name, seconds in shown.items()
+    ]
     legend = "".join(
         f"<span>{_swatch(colour)}{escape(title)} {seconds:.2f} s</span>" for title, colour, seconds in drawn
     )

@@ -14,11 +14,13 @@ from html import escape
 from p2pstate.observe import svg
 from p2pstate.observe.goodput import CATEGORIES
 from p2pstate.observe.history import History, Slice, Step
+from p2pstate.observe.incidents import PHASES
 
 __all__ = ["as_html"]
 
 MAX_RANKS = 64
 MAX_ROWS = 50
+MAX_UNBROKEN = 14  # characters
 NUM_CELLS = 120  # of a timeline
 
 STYLE = """
@@ -26,7 +28,8 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1000px
 h1 { font-size: 1.5em; } h2 { font-size: 1.15em; margin-top: 2em; }
 table { border-collapse: collapse; } td, th { padding: .2em .9em .2em 0; text-align: left; vertical-align: top; }
 th { font-weight: 600; } td.number { text-align: right; font-variant-numeric: tabular-nums; }
-svg { width: 100%; height: auto; } svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
+.scroll { overflow-x: auto; } td.short { white-space: nowrap; }
+svg { width: 100%; min-width: 40em; height: auto; } svg text { font: 12px system-ui, sans-serif; fill: currentColor; }
 svg polyline { fill: none; stroke-width: 1.5; } svg .axis { stroke: #999; }
 svg .mark { stroke: #000; stroke-width: 1.5; }
 .legend span { margin-right: 1.2em; white-space: nowrap; } .legend i { display: inline-block; width: .9em; height: .9em;
@@ -63,7 +66,7 @@ def _summary(history: History) -> str:
         ("ended", str(history.verdict["text"]) if history.verdict is not None else "no verdict in these files"),
     ]
     if mtbf_s is not None:
-        rows.insert(5, ("time between failures", f"{mtbf_s:.1f} s of one rank"))
+        rows.insert(5, ("time between failures", f"{mtbf_s:.1f} s of a rank's time"))
     return _table((), rows)
 
 
@@ -83,7 +86,7 @@ def _waterfall(history: History) -> str:
         )
         for category, seconds in sums.items()
     ]
-    return svg.waterfall(shares, total.wall_s, "s") + _table(("category", "seconds", "part", "of which"), rows)
+    return _scroll(svg.waterfall(shares, total.wall_s, "s")) + _table(("category", "seconds", "part", "of which"), rows)
 
 
 def _parts(phases: Mapping[str, float]) -> str:
@@ -110,12 +113,15 @@ def _incidents(history: History) -> str:
                 size,
                 str(incident.steps_lost),
                 took,
+                "no" if incident.protected_s is None else f"after {incident.protected_s:.2f} s",
             )
         )
-        drawn.append((f"{number}: {incident.cause}", incident.phases(), took))
+        phases = {PHASES.get(name, name): seconds for name, seconds in incident.phases().items()}
+        drawn.append((f"{number}: {incident.cause}", phases, took))
     largest = max((sum(phases.values()) for _, phases, _ in drawn), default=0.0)
-    head = ("", "after", "what", "why", "ranks replaced", "state from", "sent", "steps lost", "took")
-    return _table(head, rows) + svg.bars(drawn, largest)
+    head = ("", "after", "what", "why", "ranks replaced", "state from", "sent", "steps lost", "took", "protected again")
+    colours = {PHASES.get(name, name): colour for name, colour in svg.PHASE_COLOURS.items()}
+    return _table(head, rows) + _scroll(svg.bars(drawn, largest, colours))
 
 
 def _timeline(history: History) -> str:
@@ -128,7 +134,7 @@ def _timeline(history: History) -> str:
     marks = [((each.t - begin) / length, f"{each.cause}: {each.reason}") for each in history.incidents]
     left_out = f"<p>The first {MAX_RANKS} of {len(by_rank)} ranks.</p>" if len(by_rank) > MAX_RANKS else ""
     colours = {CATEGORIES[category]: colour for category, colour in svg.COLOURS.items()}
-    return svg.strips(rows, marks) + svg.legend(colours) + left_out
+    return _scroll(svg.strips(rows, marks, _seconds(length))) + svg.legend(colours) + left_out
 
 
 def _cells(parts: Sequence[Slice], begin: float, length: float) -> list[dict[str, float]]:
@@ -162,7 +168,8 @@ def _steps(history: History) -> str:
 
     times = {"longest useful step": largest("useful_s"), "longest wait for a batch": largest("fetch_s")}
     lag = {"steps that are committed and not yet protected, at most": largest("lag")}
-    return svg.lines(times, "s") + svg.lines(lag, "steps", height=90)
+    ticks = _seconds(length)
+    return _scroll(svg.lines(times, "s", ticks)) + _scroll(svg.lines(lag, "steps", ticks, height=90))
 
 
 def _skew(history: History) -> str:
@@ -183,7 +190,8 @@ def _skew(history: History) -> str:
     text = "<p>A step's own work of the slowest and of the fastest rank, by step; the others wait for the slowest.</p>"
     found = _table(("steps", "who", "why"), rows[:MAX_ROWS]) if rows else "<p>No rank straggled or was starved.</p>"
     left_out = f"<p>The first {MAX_ROWS} of {len(rows)}.</p>" if len(rows) > MAX_ROWS else ""
-    return text + svg.lines(series, "s") + found + left_out
+    ticks = [f"step {history.skews[0].first_step}", f"step {last}"]
+    return text + _scroll(svg.lines(series, "s", ticks)) + found + left_out
 
 
 def _value(step: Step, of: str) -> float:
@@ -207,7 +215,22 @@ def _starts(history: History) -> str:
     return f"<p>{len(nodes)} nodes: {escape(', '.join(nodes))}</p>" + _table((), rows)
 
 
+def _seconds(length: float) -> list[str]:
+    """What stands below a picture of the whole run."""
+    return [f"{length * quarter / 4:.0f} s" for quarter in range(5)]
+
+
+def _scroll(content: str) -> str:
+    return f'<div class="scroll">{content}</div>'
+
+
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     top = "<tr>" + "".join(f"<th>{escape(cell)}</th>" for cell in head) + "</tr>" if head else ""
-    lines = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table>{top}{lines}</table>"
+    lines = "".join("<tr>" + "".join(_cell(cell) for cell in row) + "</tr>" for row in rows)
+    return _scroll(f"<table>{top}{lines}</table>")
+
+
+def _cell(text: str) -> str:
+    """What is short stays in one line."""
+    kind = ' class="short"' if len(text) <= MAX_UNBROKEN else ""
+    return f"<td{kind}>{escape(text)}</td>"

@@ -10,11 +10,12 @@ import math
 from collections.abc import Mapping, Sequence
 from html import escape
 
-__all__ = ["COLOURS", "bars", "lines", "strips", "waterfall"]
+__all__ = ["COLOURS", "PHASE_COLOURS", "bars", "lines", "strips", "waterfall"]
 
 WIDTH = 960
 LABEL_WIDTH = 200
 ROW_HEIGHT = 22
+TICK_HEIGHT = 18
 COLOURS = {
     "useful": "#009e73",
     "data": "#f0e442",
@@ -27,6 +28,18 @@ COLOURS = {
     "phase": "#8c6bb1",
     "shutdown": "#bbbbbb",
     "other": "#666666",
+}
+PHASE_COLOURS = {  # of a recovery
+    "detect": COLOURS["recovery"],
+    "abort": COLOURS["repeated"],
+    "quiesce": COLOURS["startup"],
+    "view": COLOURS["saving"],
+    "spare": COLOURS["waiting"],
+    "groups": COLOURS["protection"],
+    "verify": COLOURS["phase"],
+    "pull": COLOURS["useful"],
+    "restore": COLOURS["data"],
+    "first step": COLOURS["other"],
 }
 SHADES = (
     *("#d55e00", "#e69f00", "#56b4e9", "#0072b2", "#cc79a7", "#999999"),
@@ -47,10 +60,9 @@ def waterfall(shares: Mapping[str, tuple[str, float]], total: float, unit: str) 
     return _rows(rows, total)
 
 
-def bars(rows: Sequence[tuple[str, Mapping[str, float], str]], largest: float) -> str:
+def bars(rows: Sequence[tuple[str, Mapping[str, float], str]], largest: float, colours: Mapping[str, str]) -> str:
     """A bar per row, of segments one after the other: (title, segment -> amount, what stands behind the bar)."""
-    names = list(dict.fromkeys(name for _, segments, _ in rows for name in segments))
-    colours = {name: SHADES[number % len(SHADES)] for number, name in enumerate(names)}
+    names = [name for name in colours if any(name in segments for _, segments, _ in rows)]
     drawn = []
     for title, segments, note in rows:
         begin, marks = 0.0, []
@@ -61,10 +73,14 @@ def bars(rows: Sequence[tuple[str, Mapping[str, float], str]], largest: float) -
     return _rows(drawn, largest) + legend({name: colours[name] for name in names})
 
 
-def strips(rows: Sequence[tuple[str, Sequence[Mapping[str, float]]]], marks: Sequence[tuple[float, str]]) -> str:
+def strips(
+    rows: Sequence[tuple[str, Sequence[Mapping[str, float]]]],
+    marks: Sequence[tuple[float, str]],
+    ticks: Sequence[str] = (),
+) -> str:
     """Time from left to right, a strip per row: in each of its cells the shares of the categories, from the bottom up.
 
-    ``marks``: (where, from 0 to 1; what) drawn across all rows.
+    ``marks``: (where, from 0 to 1; what) drawn across all rows; ``ticks``: what stands below, from left to right.
     """
     width = WIDTH - LABEL_WIDTH
     height = ROW_HEIGHT * len(rows)
@@ -91,11 +107,13 @@ def strips(rows: Sequence[tuple[str, Sequence[Mapping[str, float]]]], marks: Seq
         parts.append(
             f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{height}" class="mark"><title>{escape(what)}</title></line>'
         )
-    return _svg(height, parts)
+    return _svg(height + TICK_HEIGHT, parts + _ticks(ticks, height))
 
 
-def lines(series: Mapping[str, Sequence[tuple[float, float]]], unit: str, height: int = 140) -> str:
-    """Points (x from 0 to 1, y) of each series, joined; the axis begins at 0."""
+def lines(
+    series: Mapping[str, Sequence[tuple[float, float]]], unit: str, ticks: Sequence[str] = (), height: int = 140
+) -> str:
+    """Points (x from 0 to 1, y) of each series, joined; the axis begins at 0. ``ticks``: as in :func:`strips`."""
     top = max((y for points in series.values() for _, y in points), default=0.0) or 1.0
     width = WIDTH - LABEL_WIDTH - 10
     parts = [
@@ -112,7 +130,16 @@ def lines(series: Mapping[str, Sequence[tuple[float, float]]], unit: str, height
             if math.isfinite(y)
         )
         parts.append(f'<polyline points="{path}" stroke="{colours[name]}"><title>{escape(name)}</title></polyline>')
-    return _svg(height, parts) + legend(colours)
+    return _svg(height + TICK_HEIGHT, parts + _ticks(ticks, height)) + legend(colours)
+
+
+def _ticks(texts: Sequence[str], top: float) -> list[str]:
+    width, last = WIDTH - LABEL_WIDTH - 10, len(texts) - 1
+    anchors = {0: "start", last: "end"}
+    return [
+        _text(LABEL_WIDTH + width * number / last, top + 13, text, anchors.get(number, "middle"))
+        for number, text in enumerate(texts)
+    ]
 
 
 def legend(colours: Mapping[str, str]) -> str:

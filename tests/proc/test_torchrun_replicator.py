@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from outcome import compare
 from p2pstate.agent.status import describe
 from p2pstate.durable.catalog import delete, list_checkpoints
 from p2pstate.durable.storage import Directory
+from p2pstate.observe.history import make_history
+from p2pstate.observe.reading import read_run
 from p2pstate.operating import addresses_of
 from rendezvous.config import Config
 from rendezvous.operator import Line
@@ -51,7 +55,7 @@ def test_run_whose_worker_hangs_and_whose_node_dies_resumes_from_memory_and_ends
     storage = Directory(tmp_path / "ck")
     command = script(folder / "out", *kills, "--checkpoint", storage.where, "--checkpoint-every", "4")
     with torchruns(folder, "2", *OPTIONS, script=command) as running:
-        settings = {"P2PSTATE_RUN_DIR": str(folder), "P2PSTATE_HANG_FLOOR": "1"}
+        settings = {"P2PSTATE_RUN_DIR": str(folder), "P2PSTATE_HANG_FLOOR": "1", "P2PSTATE_HTTP": "127.0.0.1:0"}
         running.start("a", **settings)
         running.start("b", **settings)
         reader, seen = EventReader(folder), list[dict[str, Any]]()
@@ -66,12 +70,26 @@ def test_run_whose_worker_hangs_and_whose_node_dies_resumes_from_memory_and_ends
         told = "\n".join(describe(answers))
         for rank in range(NUM_RANKS):
             assert re.search(rf"rank {rank}  pid \d+  loop, step \d+ committed", told), told
+        page = heard("page", node="a")[0]["url"]
+        running.wait(lambda: heard("recovery", rank=0), "recovery")
+        with urllib.request.urlopen(page + "status.json", timeout=20) as answer:
+            shown = json.loads(answer.read())
+        assert [rank["rank"] for rank in shown["ranks"]] == [0, 1]
+        assert [incident["cause"] for incident in shown["incidents"]] == ["hang"]
+        hung = heard("page", node=heard("hang")[0]["node"])[0]["url"]
+        with urllib.request.urlopen(hung + "metrics", timeout=20) as answer:
+            assert b'p2pstate_failures_total{cause="hang"} 1.0' in answer.read()
         assert running.codes("ab", timeout_s=240.0) == [0, 0]
         (hang,) = heard("hang")
         logs = running.log("a") + running.log("b")
     assert hang["rank"] == 1
     assert "stopped by a signal" in hang["reason"]
     assert (folder / "out" / "killed-10-0-backward-node").exists()
+    history = make_history(read_run(folder))
+    assert [incident.cause for incident in history.incidents] == ["hang", "node"]
+    assert all(incident.seconds and incident.protected_s for incident in history.incidents)
+    assert history.total.by_category().keys() >= {"useful", "recovery"}
+    assert history.verdict is not None
     comparison = compare(folder / "out", tmp_path / "expected", NUM_RANKS)
     assert comparison.identical, "\n".join([*comparison.differences, logs])
     resumed = re.findall(r"rank (\d) resumed step (\d+) from ([a-z ]+) \((\d) steps lost\)", logs)

@@ -6,11 +6,12 @@ import select
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from p2pstate.agent.companion import Settings, VaultKeeper
+from p2pstate.agent.companion import Settings, VaultKeeper, create
 from p2pstate.agent.rounds import decide_restart
 from p2pstate.types import Start
 from rendezvous.config import Config
@@ -194,3 +195,24 @@ def test_bad_hang_floor_names_the_variable(text: str) -> None:
     assert Settings.from_env({"P2PSTATE_HANG_FLOOR": "0"}).hang_floor_s == 0
     with pytest.raises(ValueError, match="P2PSTATE_HANG_FLOOR"):
         Settings.from_env({"P2PSTATE_HANG_FLOOR": text})
+
+
+def test_page_of_a_torchrun_node_is_set_by_variables(tmp_path: Path) -> None:
+    token_file = tmp_path / "token"
+    token_file.write_text("sesame\n")
+    settings = Settings.from_env({"P2PSTATE_HTTP": "127.0.0.1:0", "P2PSTATE_HTTP_TOKEN_FILE": str(token_file)})
+    assert (settings.http, settings.http_token, settings.otel) == ("127.0.0.1:0", "sesame", False)
+    assert Settings.from_env({"P2PSTATE_OTEL": "1"}).otel
+    token_file.write_text("")
+    with pytest.raises(ValueError, match="is empty"):
+        Settings.from_env({"P2PSTATE_HTTP_TOKEN_FILE": str(token_file)})
+
+
+def test_page_that_cannot_be_served_costs_the_page_and_not_the_vault(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(host, "say", said.append)
+    monkeypatch.setenv("P2PSTATE_HTTP", "nowhere")
+    create(host).close()
+    assert "nothing is shown of this node: 'nowhere' is no HOST:PORT" in said[0]

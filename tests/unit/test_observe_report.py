@@ -25,7 +25,7 @@ def event(t: float, kind: str, node: str = "n0", **fields: Any) -> dict[str, Any
 
 def step(t: float, rank: int, number: int, node: str = "", **seconds: float) -> dict[str, Any]:
     clock = {"until": t, "seconds": seconds or {"useful": 0.9, "data": 0.1}}
-    return event(t, "step", node or f"n{rank}", rank=rank, step=number, protected=number - 1, clock=clock)
+    return event(t, "step", node or f"n{rank}", rank=rank, step=number, protected=number - 1, clock=clock, waited_s=0.2)
 
 
 def recovery(
@@ -154,7 +154,17 @@ def test_page_is_well_formed_needs_nothing_from_elsewhere_and_tells_the_story(hi
     )
     assert root.tag == "html"
     assert not re.findall(r"(?:src|href)=|https?://|url\(|@import|<script", page)
-    for text in ("Run 1", "SIGKILL", "node n1 is gone", "own vault", "buddy", "train.py", "steps lost", "rank 1"):
+    for text in (
+        "Run 1",
+        "SIGKILL",
+        "node n1 is gone",
+        "own vault",
+        "buddy",
+        "train.py",
+        "steps lost",
+        "rank 1",
+        "slowest rank",
+    ):
         assert text in page
     assert len(root.findall(".//svg")) >= 4
 
