@@ -82,6 +82,7 @@ Layout, from the top down (a file imports only what stands above it):
     description.py          pure: what is protected, where, and what the loss of a node does
     live_body.py            bytes that are sent from live state
     replicas.py             whether what should be alike is
+    repairing.py            what differs from most, put right
     capture.py              live state -> own slots
     replicate.py            own slots -> the buddies
     durable/files.py        durable/: versions on disk

@@ -13,6 +13,7 @@ __all__ = [
     "EXIT_RETRY",
     "EXIT_STATE_LOST",
     "ConfigError",
+    "Corrupted",
     "NotFinite",
     "P2PStateError",
     "Retryable",
@@ -37,6 +38,10 @@ class ConfigError(P2PStateError, ValueError):
 
 class Retryable(P2PStateError):
     """This attempt failed; the next round may well succeed."""
+
+
+class Corrupted(P2PStateError):
+    """Ranks that should hold the same bytes do not, and the run was asked to end then."""
 
 
 class NotFinite(P2PStateError):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch._C._distributed_c10d import PrefixStore
 
@@ -19,7 +19,7 @@ from p2pstate.capture import Capturer
 from p2pstate.cards.card import Card
 from p2pstate.cards.gather import Gatherer
 from p2pstate.cards.pinning import Pinner
-from p2pstate.errors import P2PStateError, Retryable
+from p2pstate.errors import Corrupted, P2PStateError, Retryable
 from p2pstate.groups.gate import Ballot
 from p2pstate.groups.nccl import WATCH, wait_on_host
 from p2pstate.groups.registry import GATE, REGISTRY
@@ -27,12 +27,13 @@ from p2pstate.groups.status import STATUS
 from p2pstate.groups.waiting import ABANDON_AFTER_S
 from p2pstate.interval import NUM_MEASURED, Interval, need
 from p2pstate.observe.meter import METER
+from p2pstate.repairing import Repair, carry_out, repairs
 from p2pstate.replicas import Replicas
 from p2pstate.replicate import Shipper
 from p2pstate.saving import NOT_DUE, Saving
 from p2pstate.settings import Settings
 from p2pstate.slots import Slot
-from p2pstate.state import TrainingState
+from p2pstate.state import Collected, TrainingState
 from p2pstate.stats import ProtectionStats
 from p2pstate.types import Part, Version
 from p2pstate.versions import Course
@@ -44,6 +45,7 @@ FIRST_VERSION_WAIT_S = 30.0
 MAX_NAMES = 20  # of leaves, in an event
 LEAN_PATIENCE_S = 5.0  # how long a step waits for its state to be sent; then memory is taken for a copy
 LANDING_TIMEOUT_S = 600.0  # a copy from a card waits for all that was queued before it
+_DONE = {"ship": "shipped", "report": "nothing", "stop": "stopped", "repair": "repaired"}
 DRAIN_S = 0.5  # how long copies that are under way may still arrive after a fault
 
 
@@ -241,18 +243,23 @@ class Protection:
             )
 
     def _compare_replicas(self, epoch: int, step: int) -> None:
-        """Do all that should hold the same bytes do so? At the beginning, what differs is shipped from now on."""
+        """Do all that should hold the same bytes do so? At the beginning, what differs is shipped from now on; later it
+        is corruption. Raises Corrupted when the run is to end then."""
         assert REGISTRY.make_store is not None
         store = PrefixStore(f"replicas/{step}", REGISTRY.make_store(epoch))
         confirming, self._compared = self.replicas.confirming, Version(epoch, step)
+        asked = "ship" if confirming else self.settings.on_corruption
         try:
             with METER.inside("protection"), STATUS.trace.row(GATE).inside("replicas"):
-                found = self.replicas.compare(self._state.collect(), store, self._compare_timeout_s)
+                collected = self._state.collect()
+                found = self.replicas.compare(collected, store, self._compare_timeout_s)
+                if asked == "repair":
+                    self._repair(repairs(found), collected)
         except Exception as error:  # the round is over, or a rank did not come
             STATUS.fail(error)
             return
-        done = "shipped" if confirming else "nothing"
         for each in found:
+            done = _DONE["stop" if asked == "repair" and not each.majority else asked]
             if each.members[0] == self._context.rank:
                 self._context.link.send(
                     "event",
@@ -267,7 +274,19 @@ class Protection:
                     text=str(each),
                 )
             if not confirming:
-                warnings.warn(f"silent corruption? step {step}: {each}", RuntimeWarning, stacklevel=2)
+                text = f"silent corruption? step {step}: {each}; done: {done}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
+                if done == "stopped":
+                    raise Corrupted(f"{text}. Look at that rank's host; on_corruption= says what becomes of this")
+
+    def _repair(self, wanted: Sequence[Repair], collected: Collected) -> None:
+        """Nothing else may use the bulk connections meanwhile: what is under way has to arrive before."""
+        if not wanted:
+            return
+        transport = REGISTRY.replication
+        if transport is None or not self._shipper.wait(self._compare_timeout_s):
+            raise P2PStateError("what differs could not be put right: the version before has not arrived")
+        carry_out(wanted, self._context.rank, collected.leaves, transport)
 
     def wait_a_little(self, step_s: float) -> None:
         """Give the version of the step before a little time to arrive, so that the next one need not be skipped."""

@@ -5,7 +5,7 @@ this rank's own (they are shipped then); :class:`Difference` values that say whi
 
 How leaves are distributed says who should hold them alike; nothing keeps a model from being initialised or stepped
 differently. So the first ``NUM_CONFIRMATIONS`` states of a run are compared, leaf by leaf. What is found later is taken
-for corruption: it is reported, with the ranks that differ from most, and left as it is.
+for corruption, and told with the ranks that differ from most; what becomes of it is decided elsewhere.
 
 Invariants: of each set of ranks the lowest decides, so all its members come to the same result; nothing is waited for
 before everything that others wait for was said.

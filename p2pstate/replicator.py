@@ -63,6 +63,9 @@ class Replicator:
             nodes there are fewer copies, and the agents say so.
         verify_replicas: every so many steps all ranks compare what they hold alike (0: never); which rank differs from
             most is reported as an event and a RuntimeWarning. Costs a hash of these leaves and a meeting of all ranks.
+        on_corruption: what becomes of a difference that ``verify_replicas`` finds, besides the report: ``"stop"`` ends
+            the run with exit code 1, ``"repair"`` gives ranks that differ the bytes that most ranks hold, in place, and
+            ends the run where there is no majority; ``"report"`` leaves it.
         every: capture a version every so many steps. ``"auto"``: as often as copying costs at most ``max_overhead`` of
             the steps and versions arrive in time, by what all ranks measure; each change is an event, ``stats.every``
             and :meth:`describe` have the interval. A fault takes back up to so many steps (and one more).
@@ -103,6 +106,7 @@ class Replicator:
         copies: int = 1,
         lean: bool | Literal["auto"] = "auto",
         verify_replicas: int = 0,
+        on_corruption: str = "report",
         every: int | Literal["auto"] = 1,
         max_overhead: float = 0.02,
         on_nan: str = "ignore",
@@ -129,6 +133,7 @@ class Replicator:
             copies=copies,
             lean=lean,
             verify_replicas=verify_replicas,
+            on_corruption=on_corruption,
             on_nan=on_nan,
             nan_rollback=nan_rollback,
             checkpoint=policy,

@@ -12,6 +12,8 @@ from p2pstate.errors import ConfigError
 from p2pstate.finite import POLICIES
 from p2pstate.placement import MAX_COPIES
 
+ON_CORRUPTION = ("report", "stop", "repair")
+
 __all__ = ["Asked", "CheckpointPolicy", "Settings"]
 
 
@@ -59,6 +61,7 @@ class Settings:
     copies: int = 1
     lean: bool | Literal["auto"] = "auto"
     verify_replicas: int = 0
+    on_corruption: str = "report"
     on_nan: str = "ignore"
     nan_rollback: int = 1
     checkpoint: CheckpointPolicy | None = None
@@ -92,6 +95,13 @@ class Settings:
             )
         if self.verify_replicas < 0:
             raise ValueError(f"verify_replicas={self.verify_replicas}: compare every 1 or more steps, or 0 for never")
+        if self.on_corruption not in ON_CORRUPTION:
+            choices = ", ".join(map(repr, ON_CORRUPTION))
+            raise ValueError(f"on_corruption={self.on_corruption!r}: give one of {choices}")
+        if self.on_corruption != "report" and not self.verify_replicas:
+            raise ValueError(
+                f"on_corruption={self.on_corruption!r} acts on what verify_replicas= finds: say every how many steps"
+            )
         if self.lean is not True and self.lean is not False and self.lean != "auto":
             raise ValueError(f"lean={self.lean!r}: give True, False or 'auto'")
         if self.lean is True and self.checkpoint is not None:

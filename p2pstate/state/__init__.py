@@ -6,7 +6,7 @@ plain values. The vocabulary is ``Leaf`` (one named tensor) and its holders (the
 
 from p2pstate.state.errors import LeafError
 from p2pstate.state.layout import Layout
-from p2pstate.state.leaves import Leaf
+from p2pstate.state.leaves import Leaf, write_into
 from p2pstate.state.training_state import Collected, TrainingState
 
-__all__ = ["Collected", "Layout", "Leaf", "LeafError", "TrainingState"]
+__all__ = ["Collected", "Layout", "Leaf", "LeafError", "TrainingState", "write_into"]

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from cluster import Cluster
@@ -19,8 +20,10 @@ NUM_STEPS = 10
 DEADLINE_S = 120.0  # only a hang takes this long
 
 
-def train(folder: Path, script: list[str], environ: dict[str, str], shape: tuple[int, int], spares: int) -> list[Any]:
-    """The events of a run that has to end well."""
+def train(
+    folder: Path, script: list[str], environ: dict[str, str], shape: tuple[int, int], spares: int, code: int = 0
+) -> list[Any]:
+    """The events of a run that has to end with ``code``."""
     sizes = {"num_training": shape[0], "num_workers": shape[1], "num_spares": spares}
     with Cluster(folder / "run", script, **sizes, environ=environ) as cluster:
         deadline = time.monotonic() + DEADLINE_S
@@ -29,7 +32,7 @@ def train(folder: Path, script: list[str], environ: dict[str, str], shape: tuple
             for node in cluster.nodes.values():
                 node.killed = node.killed or node.process.poll() == -9
             time.sleep(0.02)
-        assert set(cluster.exit_codes().values()) == {0}, cluster.log_tails()
+        assert set(cluster.exit_codes().values()) == {code}, cluster.log_tails()
         return cluster.events.new()
 
 
@@ -53,34 +56,64 @@ def test_replicas_initialised_differently_are_shipped_and_named_and_a_node_is_re
     assert any(leaf.startswith("model/") for _, leaf in named)
 
 
-def test_bit_that_flips_in_one_of_three_replicas_is_reported_with_its_rank(
+SCRIPT = """
+import sys, torch, torch.distributed as dist, p2pstate
+p2pstate.init_process_group()
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+state = p2pstate.Replicator(
+    model, optimizer, verify_replicas=9, on_corruption=sys.argv[1], every="auto", max_overhead=1e-9
+)
+state.every(9, lambda step: None)  # its state is captured before a hook runs, and may be after
+address = model.module.weight.data_ptr()
+def train_step():
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step(); optimizer.zero_grad()
+for step, _ in state.run(train_step, steps=16):
+    if step == 8 and dist.get_rank() == 1:
+        model.module.weight.data.view(torch.int32)[0, 0] ^= 1
+        optimizer.state[model.module.bias]["momentum_buffer"].fill_(7.0)  # and with the next step the bias
+print("every", state.stats.every, "| described", str(state.describe()).count("every 1000 steps, adapted"))
+print("moved", model.module.weight.data_ptr() != address)
+print("end", model.module.weight.tolist(), optimizer.state[model.module.bias]["momentum_buffer"].tolist())
+"""
+WHAT = "RuntimeWarning: silent corruption? step 9: model/bias (and 2 more) of rank 1 differs from that of the other 2; "
+
+
+def printed(folder: Path) -> str:
+    return "".join(path.read_text() for path in sorted((folder / "run").glob("logs/*/*.log")))
+
+
+def test_bytes_that_change_in_one_of_three_replicas_are_put_right_and_told_with_the_rank(
     tmp_path: Path, fork_server: dict[str, str]
 ) -> None:
     script = tmp_path / "script.py"
-    script.write_text(
-        "import torch, torch.distributed as dist, p2pstate\n"
-        "p2pstate.init_process_group()\n"
-        "torch.manual_seed(0)\n"
-        "model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))\n"
-        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
-        "state = p2pstate.Replicator(model, optimizer, verify_replicas=9, every='auto', max_overhead=1e-9)\n"
-        "state.every(9, lambda step: None)\n"  # its state is captured before a hook runs, and may be after
-        "def train_step():\n"
-        "    model(torch.ones(2, 4)).sum().backward()\n"
-        "    optimizer.step(); optimizer.zero_grad()\n"
-        "for step, _ in state.run(train_step, steps=16):\n"
-        "    if step == 8 and dist.get_rank() == 1:\n"
-        "        model.module.weight.data.view(torch.int32)[0, 0] ^= 1\n"
-        "print('every', state.stats.every, '| described', str(state.describe()).count('every 1000 steps, adapted'))\n"
-    )
-    events = train(tmp_path, [str(script)], fork_server, (3, 1), 0)
+    script.write_text(SCRIPT)
+    events = train(tmp_path, [str(script), "repair"], fork_server, (3, 1), 0)
     (told,) = [event for event in events if event["event"] == "replicas_compared"]
     assert (told["step"], told["members"], told["ranks"], told["majority"]) == (9, [0, 1, 2], [1], True)
-    assert told["leaves"] == ["model/weight"]
-    assert told["done"] == "nothing"
+    assert told["leaves"] == ["model/bias", "model/weight", "optimizer/model/bias/momentum_buffer"]
+    assert told["done"] == "repaired"
+    logs = printed(tmp_path)
+    assert WHAT + "done: repaired" in logs
+    ends = [line for line in logs.splitlines() if line.startswith("end ")]
+    assert len(ends) == 3
+    assert len(set(ends)) == 1, "all ranks end alike"
+    assert logs.count("moved False") == 3
     (adapted,) = [event for event in events if event["event"] == "interval"]
     assert (adapted["before"], adapted["every"]) == (1, 1000)
     assert NUM_MEASURED <= adapted["step"] < 16
-    logs = "".join(path.read_text() for path in sorted((tmp_path / "run").glob("logs/*/*.log")))
     assert logs.count("every 1000 | described 1\n") == 3, "all ranks go by the same interval"
-    assert "RuntimeWarning: silent corruption? step 9: model/weight of rank 1 differs from that of the other 2" in logs
+
+
+@pytest.mark.slow
+def test_bytes_that_change_in_one_of_three_replicas_end_the_run_when_asked_to(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    events = train(tmp_path, [str(script), "stop"], fork_server, (3, 1), 0, code=1)
+    (told,) = [event for event in events if event["event"] == "replicas_compared"]
+    assert (told["ranks"], told["done"]) == ([1], "stopped")
+    assert "Corrupted: silent corruption? step 9: model/bias (and 2 more) of rank 1" in printed(tmp_path)

@@ -17,6 +17,8 @@ from p2pstate.settings import CheckpointPolicy, Settings
         ({"copies": 4}, "copies=4: 1 to 3 copies"),
         ({"copies": 1.5}, "copies=1.5: 1 to 3 copies"),
         ({"verify_replicas": -1}, "verify_replicas=-1: compare"),
+        ({"on_corruption": "pray"}, "on_corruption='pray': give one of 'report', 'stop', 'repair'"),
+        ({"on_corruption": "repair"}, "on_corruption='repair' acts on what verify_replicas= finds"),
         ({"lean": 1}, "lean=1: give True"),
         ({"lean": True, "checkpoint": CheckpointPolicy("/x", 1, None, 1)}, "lean=True keeps no copy on the own node"),
         ({"on_nan": "rollback"}, "on_nan='rollback' goes back to a checkpoint"),
