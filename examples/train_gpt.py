@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
 import p2pstate
-from cards import device_for
+from devices import device_for
 from gpt import GPT, GPTConfig
 from kill_points import KillPoints
 from outcome import Recorder, save_final_state

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import xxhash
 from groups_in_processes import end_all, registry_of, start_ranks
 
-from cards import device_for
+from devices import device_for
 from p2pstate.groups import nccl_settings
 from p2pstate.groups.group import P2PGroup
 from p2pstate.groups.group_transport import CARD_CHUNK_BYTES, GroupTransport

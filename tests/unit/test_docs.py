@@ -32,7 +32,7 @@ FOREIGN = {
     "sbatch": {"--gpus-per-node", "--nodes", "--no-kill", "--signal"},
     "torchrun": {"--max-restarts", "--nnodes", "--nproc-per-node"}
     | {f"--rdzv-{name}" for name in ("backend", "conf", "endpoint", "id")},
-    "scripts of the repository": {"--namespaces", "--out", "--silent", "--steps"},
+    "scripts of the repository": {"--device", "--namespaces", "--out", "--share-cards", "--silent", "--steps"},
 }
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
 
