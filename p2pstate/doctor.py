@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import enum
+import importlib
 import importlib.metadata
 import ipaddress
 import json
@@ -119,6 +120,8 @@ def check_plugins() -> Iterator[Finding]:
             yield Finding("plug-ins", Level.PROBLEM, f"no entry point {name!r} is installed for {group}", fix)
             continue
         try:
+            if group == "torchrun.handlers":  # torch loads it at the end of this import; loaded before, it warns
+                importlib.import_module("torch.distributed.elastic.rendezvous")
             found[0].load()
         except Exception as error:  # anything an import can raise
             fix = "install the package's dependencies again (pip install --force-reinstall p2pstate)"

@@ -30,6 +30,8 @@ for package in (p2pstate, rendezvous):
     assert (folder / "py.typed").exists(), f"{package.__name__} lacks py.typed in the wheel"
 PYTHON
 
+"$bin/p2pstate" doctor >doctor.log 2>doctor.err && [[ ! -s doctor.err ]] || { cat doctor.log doctor.err; exit 1; }
+
 train() { # train FOLDER [arguments of train_gpt.py]: two nodes with the ends of their logs on failure
     local folder=$work/$1 ports agents=()
     shift

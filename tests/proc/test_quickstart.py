@@ -1,4 +1,4 @@
-"""docs/quickstart.md as it stands: its script on two nodes, without and with a killed rank, ends with the same loss."""
+"""Scripts of the documentation as they stand: the quick start, also with a killed rank; the loop of adopting.md."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import os
 import re
 import time
 from pathlib import Path
+
+import pytest
 
 from cluster import Cluster
 
@@ -50,3 +52,60 @@ def test_quickstart_script_ends_with_the_same_loss_when_a_rank_is_killed(
     script.write_text(found.group(2))
     undisturbed = last_loss(tmp_path / "first", script, fork_server, kill=False)
     assert last_loss(tmp_path / "second", script, fork_server, kill=True) == undisturbed
+
+
+BUILD = """
+import torch
+from torch import nn
+
+from p2pstate.data import Loader, Sampler, Shuffled
+
+
+def build():
+    model = nn.parallel.DistributedDataParallel(Scalar())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    loader = Loader(torch.ones(8000, 1), batch_sampler=Sampler(Shuffled(8000), batch_size=8))
+    return model, optimizer, scheduler, loader
+
+
+class Scalar(nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def forward(self, batch):
+        return super().forward(batch).square().mean()
+
+
+def log(step, loss):
+    if step == 1000:
+        print(f"step {step} is the last")
+
+"""
+
+
+@pytest.mark.slow
+def test_adopting_loop_runs_as_it_stands_also_with_the_checkpoint_argument(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    page = (ROOT / "docs" / "adopting.md").read_text().partition("## 4. Everything")[2]
+    found = re.search(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    assert found is not None
+    line = re.search(r"^state = .*$", (ROOT / "docs" / "checkpoints.md").read_text(), re.MULTILINE)
+    assert line is not None
+    with_disk = line.group(0).replace("net, optimizer", "model, optimizer, scheduler, data=loader")
+    assert with_disk != line.group(0)
+    on_disk = re.sub(r"^state = .*$", with_disk, found.group(1), flags=re.MULTILINE)
+    for name, code in (("memory", found.group(1)), ("disk", on_disk)):
+        script = tmp_path / f"{name}.py"
+        script.write_text(BUILD + code.replace("ckpt/", str(tmp_path / f"{name}-ckpt")))
+        environ = {**fork_server, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+        folder = tmp_path / name
+        with Cluster(folder, [str(script)], num_training=1, num_spares=0, num_workers=1, environ=environ) as run:
+            deadline = time.monotonic() + WITHIN_S
+            while run.running():
+                assert time.monotonic() < deadline, run.log_tails()
+                time.sleep(0.05)
+            assert set(run.exit_codes().values()) == {0}, run.log_tails()
+        assert "step 1000 is the last" in "".join(path.read_text() for path in folder.glob("logs/*/*.log"))
+        assert (tmp_path / f"{name}-ckpt").exists() == (name == "disk")

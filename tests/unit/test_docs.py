@@ -9,11 +9,15 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import p2pstate
 from p2pstate import errors
 from p2pstate.cli import _parser, main, p2prun
+from p2pstate.data import Loader, Sampler, Shuffled
 from p2pstate.operating import OPERATING
 from rendezvous.types import EXIT_STOPPED
 
@@ -132,3 +136,39 @@ def test_docs_exit_codes_are_those_of_the_program() -> None:
     codes = {0, 1, EXIT_STOPPED, *(getattr(errors, name) for name in dir(errors) if name.startswith("EXIT_"))}
     table = (ROOT / "docs" / "guarantees.md").read_text().partition("## Exit codes")[2].partition("\n## ")[0]
     assert {int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)} == codes
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ["docs/adopting.md", "docs/data.md"])
+def test_docs_data_block_runs_as_it_stands(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "corpus.jsonl").write_text("".join(f'{{"text": "{"word " * 300}"}}\n' for _ in range(20)))
+    assert main(["data", "pack", "corpus.jsonl", "--output", "corpus.bin"]) == 0
+    (block,) = (code for code in python_blocks(page) if "from p2pstate.data import" in code)
+    names: dict[str, Any] = {"rank": 1, "world_size": 2, "dataset": list(range(64))}
+    of_four = Loader(names["dataset"], batch_sampler=Sampler(Shuffled(64), batch_size=8, rank=0, num_ranks=4))
+    next(iter(of_four))
+    names["position"] = of_four.state_dict()  # 32 samples
+    exec(block, names)
+    try:
+        batches = list(names["loader"])
+    finally:
+        names["loader"].close()
+    if page == "docs/adopting.md":  # goes on at the position: two of four batches of this rank
+        assert [len(batch) for batch in batches] == [8, 8]
+    else:
+        assert {batch.shape for batch in batches} == {(8, 1025)}
+
+
+@pytest.mark.parametrize("page", ["docs/adopting.md", "README.md"])
+def test_docs_restartable_block_runs_once_where_nothing_restarts_it(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda: calls.append("group"))
+    (block,) = (code for code in python_blocks(page) if "@p2pstate.restartable" in code)
+    names: dict[str, Any] = {"p2pstate": p2pstate, "torch": torch}
+    names["load_newest_checkpoint"] = lambda: calls.append("load") or (None, None, 0)
+    exec(block, names)
+    assert calls[0] == "group"
