@@ -323,6 +323,8 @@ def _agree(
             raise LostError(plan.reason)
         with phases.phase("verify"):
             bad = _verify(slots, plan, me.rank, me.node)
+            for node, slot in bad:  # said before others know: what they conclude may end the run
+                link.send("event", kind="corrupt", node=node, slot=slot)
             store.set(f"verified/{attempt}/{me.rank}", msgpack.packb(sorted(bad)))
             found = frozenset(
                 (node, slot)
@@ -331,8 +333,6 @@ def _agree(
             )
         if not found:
             return plan
-        for node, slot in bad:
-            link.send("event", kind="corrupt", node=node, slot=slot)
         corrupt |= found
     raise AssertionError("every attempt removes at least one record")
 

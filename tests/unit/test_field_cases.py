@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ZOO = "tests/proc/test_parallelisms.py::test_state_zoo_survives_a_worker_and_a_node_as_on_stock_gloo"
 FORMS = "tests/proc/test_loop_forms.py::test_loop_form_whose_rank_is_killed_ends_bit_identical"
 KILLS = "tests/proc/test_kill_matrix.py::test_kill_at_every_point_ends_bit_identical"
+DAMAGED = "tests/proc/test_damaged_copies.py"
 STATE = "tests/unit/test_state_"
 
 SHOWN_BY: dict[str, tuple[str, ...]] = {
@@ -32,6 +33,7 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
         ZOO,
         f"{STATE}naming.py::test_collect_of_a_flattenable_subclass_gives_its_inner_tensors",
         "tests/unit/test_replicate.py::test_byte_changed_on_the_way_is_detected_and_the_copy_never_published",
+        f"{DAMAGED}::test_owner_is_lost_and_the_copy_is_damaged_an_older_one_is_resumed_and_without_one_the_run_says_so",
         "tests/unit/test_slots.py::test_slot_with_a_flipped_bit_fails_its_digest",
     ),
     "A2": (f"{STATE}optimizers.py::test_restore_of_odd_state_keeps_types_dtypes_and_bits", ZOO),
