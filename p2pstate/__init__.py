@@ -204,6 +204,7 @@ Layout, from the top down (a file imports only what stands above it):
     integrations/tensorboard.py
     integrations/mlflow.py
     integrations/lightning.py    Lightning's, with a callback
+    integrations/torchtitan.py   torchtitan's, with a checkpoint manager
     cli.py                  p2prun, p2pstate
 End of layout.
 """

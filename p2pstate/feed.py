@@ -77,6 +77,5 @@ class Feed:
         iterate; the undisturbed run has drawn it before, so the random streams are put back."""
         self._iterator = None
         if self._data is not None and self._position.iterating:
-            streams = random_streams.capture()
-            self._iterator = iter(self._data)
-            random_streams.restore(streams)
+            with random_streams.kept():
+                self._iterator = iter(self._data)

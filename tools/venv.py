@@ -82,6 +82,8 @@ def add_trainers(target):
     pip = [os.path.join(target, "bin", "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     more = os.path.join(ROOT, "constraints-trainers.txt")
     run(*pip, "-c", constraints, "-c", more, "-e", ".[huggingface,lightning]")
+    # torchtitan alone needs a hundred megabytes for its models; its loop needs these
+    run(*pip, "--no-deps", "-c", more, "torchtitan", "torchdata", "tyro", "docstring_parser", "typeguard", "spmd_types")
     open(os.path.join(target, "trainers"), "w").close()
 
 

@@ -30,6 +30,7 @@ from torchmetrics import Metric
 
 from p2pstate.errors import ConfigError
 from p2pstate.replicator import Replicator
+from p2pstate.state import rng as random_streams
 
 __all__ = ["Replicate"]
 
@@ -75,7 +76,7 @@ class _Batches:
         self._loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        iterator, was_empty = iter(self._loader), False  # the first pass may be: the rest of an epoch that is over
+        iterator, was_empty = self._pass(), False  # the first one may be: the rest of an epoch that is over
         while not self._loop.has_ended():
             batch = next(iterator, _END_OF_PASS)
             if batch is not _END_OF_PASS:
@@ -84,10 +85,15 @@ class _Batches:
             elif was_empty:
                 return
             else:
-                iterator, was_empty = iter(self._loader), True
+                iterator, was_empty = self._pass(), True
+
+    def _pass(self) -> Iterator[Any]:
+        with random_streams.kept():  # many loaders draw a seed for workers when an iterator is made
+            return iter(self._loader)
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._loader.state_dict())
+        with random_streams.kept():
+            return dict(self._loader.state_dict())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._loader.load_state_dict(state)

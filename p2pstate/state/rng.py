@@ -12,6 +12,8 @@ from __future__ import annotations
 import random
 import sys
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ import torch
 
 from p2pstate.state.errors import LeafError
 
-__all__ = ["capture", "generator_state", "is_generator", "restore", "set_generator_state"]
+__all__ = ["capture", "generator_state", "is_generator", "kept", "restore", "set_generator_state"]
 
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
@@ -63,6 +65,16 @@ def restore(state: dict[str, Any]) -> None:
                 generator.set_state(_byte_tensor(raw))
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise LeafError("rng", f"cannot be set ({error})", "use another copy, or run without rng") from error
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """What the block draws is put back at its end: for what an undisturbed run does not do a second time."""
+    streams = capture()
+    try:
+        yield
+    finally:
+        restore(streams)
 
 
 def _cuda_generators() -> list[torch.Generator]:

@@ -24,6 +24,7 @@ TRAINERS = [
     ("accelerate", "train_accelerate.py", 60),
     ("lightning", "train_lightning.py", 40),  # six epochs of 6 steps and a part of one, each of two batches
     ("lightning", "train_fabric.py", 400),
+    ("torchtitan", "train_torchtitan.py", 80),
 ]
 
 

@@ -30,6 +30,13 @@ def _streams_left_as_they_were() -> Any:
     torch.set_rng_state(before[2])
 
 
+def test_streams_kept_over_a_block_go_on_as_if_it_had_not_been() -> None:
+    before = streams.capture()
+    with streams.kept():
+        draws()
+    assert encode(streams.capture()) == encode(before)
+
+
 def test_restore_of_all_streams_repeats_the_draws() -> None:
     state = TrainingState([], [], {})
     draws()  # leaves the second half of a pair of normal numbers behind in each stream
