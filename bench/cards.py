@@ -163,7 +163,7 @@ def member(line: Connection, rank: int, num_ranks: int, folder: str) -> None:
     def connected(members: int, name: str) -> Inner:
         store = PrefixStore(name, FileStore(f"{folder}/store", num_ranks))
         inner = card_inner(store, rank, members, 1)
-        inner.join_card(Communicator(store, rank, members, device, TIMEOUT))
+        inner.join_card(Communicator(store, rank, range(members), device, TIMEOUT, name=name))
         return inner
 
     inner = connected(num_ranks, "first")

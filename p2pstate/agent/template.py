@@ -56,6 +56,8 @@ def kill_session(leader_pid: int) -> None:
 
 def preload() -> None:
     """Import what training scripts need, so that a forked worker has it at once."""
+    # Asking the driver how many cards there are, as imports do, would take them from every fork.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     import numpy  # noqa: F401
     import torch
     import torch._dynamo  # optimizers import it at their first step

@@ -56,7 +56,11 @@ def install(registry: Registry, default_store: Callable[[], Store]) -> None:
     stock = distributed_c10d._new_process_group_helper
 
     @functools.wraps(stock)
-    def helper(group_size: int, group_rank: int, ranks: Any, backend: Any, *args: Any, **kwargs: Any) -> Any:
+    def helper(
+        group_size: int, group_rank: int, ranks: Any, backend: Any, *args: Any, device_id: Any = None, **kwargs: Any
+    ) -> Any:
+        # torch would connect NCCL to that card at once, past the registry.
+        registry.told_card = device_id or registry.told_card
         return stock(group_size, group_rank, ranks, _ours(backend), *args, **kwargs)
 
     distributed_c10d._new_process_group_helper = helper  # type: ignore[assignment]

@@ -37,21 +37,32 @@ POLL_S = 0.02
 
 
 class Communicator:
-    """``num_blocks``: of the card's processors at most; 0: as many as NCCL wants."""
+    """``rank``: among ``members`` (global ranks). ``name``: in torch's logs. ``num_blocks``: of the card's processors
+    at most; 0: as many as NCCL wants."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, device: torch.device, timeout: timedelta, num_blocks: int = 0
+        self,
+        store: Store,
+        rank: int,
+        members: Sequence[int],
+        device: torch.device,
+        timeout: timedelta,
+        *,
+        name: str = "",
+        num_blocks: int = 0,
     ) -> None:
         self.device = device
-        self._size = size
+        self._size = len(members)
         self._lock = threading.Lock()
         self._cut = False
         self._gone = threading.Event()
-        options = distributed_c10d.ProcessGroupNCCL.Options()
+        options: Any = distributed_c10d.ProcessGroupNCCL.Options()
         options._timeout = timeout
+        options.global_ranks_in_group = list(members)
+        options.group_name = name
         if num_blocks:
             options.config.min_ctas, options.config.max_ctas = 1, num_blocks
-        self.backend: Any = distributed_c10d.ProcessGroupNCCL(store, rank, size, options)
+        self.backend: Any = distributed_c10d.ProcessGroupNCCL(store, rank, len(members), options)
 
     def connect(self, group: Any) -> None:
         """With all members at the same time; ``group`` uses it from then on.

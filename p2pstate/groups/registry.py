@@ -74,8 +74,10 @@ class Registry:
         self.host = ""
         self.rank = 0
         self.world_size = 0
-        # The card of the training state, where it is on one; and which to use when another rank is on its card already.
+        # The card of the training state, where it is on one. Before it is known, when another rank is on its card
+        # already: the device_id that torch was given, and this process's place on its node.
         self.card: torch.device | None = None
+        self.told_card: torch.device | None = None
         self.local_rank = 0
 
     @property
@@ -201,12 +203,16 @@ class Registry:
         num_blocks: int = 0,
     ) -> None:
         store, _ = self._meet(f"{key}/card", members, inner.epoch, timeout, True)
-        communicator = Communicator(store, members.index(self.rank), len(members), card, timeout, num_blocks)
+        communicator = Communicator(
+            store, members.index(self.rank), members, card, timeout, name=key, num_blocks=num_blocks
+        )
         with self._under_way(communicator, inner.epoch):
             inner.join_card(communicator)
 
     def _own_card(self) -> torch.device:
         """The card of a process that has not used one yet: the one of its place on the node."""
+        if self.told_card is not None:
+            return self.told_card
         if torch.cuda.is_initialized():
             return torch.device("cuda", torch.cuda.current_device())
         return torch.device("cuda", self.local_rank % torch.cuda.device_count())

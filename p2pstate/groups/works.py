@@ -216,5 +216,6 @@ class CardWork(GuardedWork):
 
     def get_future(self) -> Future[Any]:
         """NCCL's own: it is done at once, and whoever waits for it orders streams."""
+        self._on_end()
         future: Future[Any] = self._work.get_future()
         return future

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from groups_in_processes import run_alone
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import HashStore, distributed_c10d
 from torch.futures import Future
@@ -24,6 +25,7 @@ from p2pstate.groups import inner as inner_module
 from p2pstate.groups import nccl
 from p2pstate.groups.group import P2PGroup
 from p2pstate.groups.inner import Inner, card_inner
+from p2pstate.groups.install import install
 from p2pstate.groups.nccl import Communicator, ErrorWatch, wait_on_host
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.sockets import Connections
@@ -137,7 +139,7 @@ def cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def communicator(num_blocks: int = 0) -> Communicator:
-    return Communicator(HashStore(), 0, 2, CARD, TIMEOUT, num_blocks)
+    return Communicator(HashStore(), 0, (4, 7), CARD, TIMEOUT, name="key", num_blocks=num_blocks)
 
 
 def names() -> list[str]:
@@ -149,6 +151,8 @@ def test_fakes_have_the_names_of_this_torch() -> None:
     declared = dict(re.findall(r"(?m)^class (\w+)\b.*:\n((?:    .*\n|\n)+)", stubs))
     for name in ("abort", "get_error", "eager_connect_single_device"):
         assert f"def {name}(self" in declared["Backend"]
+    for name in ("global_ranks_in_group", "group_name"):
+        assert re.search(rf"\b{name}: ", declared["Backend"])
     for name in ("is_high_priority_stream", "config", "min_ctas", "max_ctas"):
         assert re.search(rf"\b{name}: ", declared["ProcessGroupNCCL"])
     assert re.search(r"def __init__\(\s+self,\s+store: Store,\s+rank: int,\s+size: int,", declared["ProcessGroupNCCL"])
@@ -160,7 +164,8 @@ def test_communicator_is_connected_eagerly_proved_and_then_used() -> None:
     made.connect(group)
     assert names() == ["make", "set_device", "connect", "register"]
     assert group.names == ["allreduce"]
-    assert made.backend.options._timeout == TIMEOUT
+    options = made.backend.options
+    assert (options._timeout, options.global_ranks_in_group, options.group_name) == (TIMEOUT, [4, 7], "key")
     assert (made.backend.options.config.min_ctas, made.backend.options.config.max_ctas) == (1, 4)
     assert made.error() is None
 
@@ -413,12 +418,11 @@ def test_card_of_arguments_is_that_of_the_first_tensor_or_of_a_barriers_options(
 
 
 class Members(Registry):
-    """The registry of rank 0; ``said``: what rank 1 has put into the store of each group."""
+    """The registry of rank 0 of 2, over a store in this process."""
 
-    def __init__(self, said: str) -> None:
+    def __init__(self) -> None:
         super().__init__(Status())
         self.rank, self.world_size, self.host = 0, 2, "127.0.0.1"
-        self.said = said
         self.made = HashStore()
         self.make_store = self._store
 
@@ -439,7 +443,7 @@ def test_members_of_a_group_agree_on_nccl_as_soon_as_one_wants_it(
     own: bool, theirs: str, is_there: bool, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
-    registry = Members(theirs)
+    registry = Members()
     registry.made.set("groups/key/here/1", theirs)
     assert registry._meet("key", (0, 1), 1, TIMEOUT, own)[1] is wanted
     assert registry.made.get("groups/key/here/0") == (b"card" if own else b"")
@@ -452,9 +456,31 @@ def test_card_of_a_process_that_has_none_is_that_of_its_place(
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialized)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    registry = Members("")
+    registry = Members()
     registry.local_rank = 5
     assert registry._own_card() == torch.device("cuda", expected)
+    registry.told_card = torch.device("cuda", 2)
+    assert registry._own_card() == registry.told_card
+
+
+def install_and_name_a_card() -> tuple[dict[str, Any], str]:
+    """What torch is left to do of a group with a device_id, and what the registry knows of it."""
+    given: list[dict[str, Any]] = []
+
+    def helper(*_: Any, **kwargs: Any) -> None:
+        given.append(kwargs)
+
+    distributed_c10d._new_process_group_helper = helper  # type: ignore[assignment]
+    registry = Registry(Status())
+    install(registry, HashStore)
+    make: Any = distributed_c10d._new_process_group_helper
+    make(2, 0, [], "nccl", HashStore(), group_name="0", device_id=torch.device("cuda", 3))
+    make(2, 0, [], "nccl", HashStore(), group_name="1")
+    return given[0], str(registry.told_card)
+
+
+def test_card_that_torch_is_told_is_known_and_torch_does_not_connect_to_it() -> None:
+    assert run_alone(install_and_name_a_card) == ({"group_name": "0"}, "cuda:3")
 
 
 def test_watch_ends_its_thread_when_nothing_is_left_to_watch(monkeypatch: pytest.MonkeyPatch) -> None:
