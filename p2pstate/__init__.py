@@ -37,6 +37,7 @@ Layout, from the top down (a file imports only what stands above it):
     vault.py                all slots of a node
     state/errors.py         state/: live objects <-> named leaves <-> bytes
     state/codec.py
+    state/quantised.py
     state/leaves.py
     state/holders.py
     state/sameness.py

@@ -4,7 +4,7 @@ In: models, captured tensors by leaf name. Out: the names of buffers that are no
 and for a restore what has to be put in their place.
 Invariant: only a buffer that has changed since its model was built, here or on the owner, may differ from what was
 captured; of any other a difference means that two ranks have built different models, and is an error elsewhere.
-Known limit: a buffer that is a tensor subclass has to keep its shape.
+Known limit: a buffer that is a tensor subclass or quantised has to keep its shape.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class BufferShapes:
         refits = []
         for name, module, key, buffer in (item for model in self._models for item in model.buffers()):
             value = tensors.get(name)
-            plain = buffer is None or is_plain(buffer)
+            plain = buffer is None or (is_plain(buffer) and not buffer.is_quantized)
             if name in flexible and plain and _kind(buffer) != _kind(value):
                 refits.append(Refit(name, module, key, value))
         return refits

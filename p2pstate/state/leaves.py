@@ -4,9 +4,9 @@ In: live tensors (parameters, buffers, optimizer state; DTensors and traceable s
 whose tensor is a detached ``torch.Tensor`` over the same memory; in-place writes by value.
 Invariants: nothing here copies, converts or allocates tensor data, and no autograd graph is touched. A DTensor's leaf
 is its local tensor; a wrapper subclass (``__tensor_flatten__``) becomes one leaf per inner tensor, named below it.
-Known limits: sparse, quantised (``torch.quantize_*``), nested and meta tensors are refused, and so are subclasses
-whose inner tensors cannot be named; DTensors with a Partial placement too, and views whose elements overlap other than
-by a stride of 0.
+A quantised tensor becomes its codes, scales and zero points.
+Known limits: sparse, nested and meta tensors are refused, and so are subclasses whose inner tensors cannot be named;
+DTensors with a Partial placement too, and views whose elements overlap other than by a stride of 0.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import Buffer, Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from p2pstate.state import quantised
 from p2pstate.state.codec import TensorRef, encode
 from p2pstate.state.errors import LeafError
 
@@ -51,6 +52,8 @@ def plain_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor
     """Named plain tensors that together are ``tensor``. LeafError names what cannot be captured."""
     if type(tensor) in _PLAIN:
         _check_plain(name, tensor)
+        if tensor.is_quantized:
+            return quantised.parts(name, tensor)
         if tensor.dtype in _SHELLS:
             return [(f"{name}/{str(tensor.dtype).removeprefix('torch.')}", tensor.detach().view(torch.uint8))]
         return [(name, tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor)]
@@ -90,6 +93,8 @@ def describe(name: str, tensor: torch.Tensor) -> TensorRef:
     """What a restore has to know to make this tensor anew."""
     if isinstance(tensor, DTensor):
         return TensorRef("dtensor", tensor.device.type, _part_names(name, tensor))
+    if type(tensor) in _PLAIN and tensor.is_quantized:
+        return TensorRef(quantised.KIND, tensor.device.type, _part_names(name, tensor))
     if type(tensor) in _PLAIN:
         return TensorRef("plain", tensor.device.type)
     return TensorRef(type(tensor).__qualname__, tensor.device.type, _part_names(name, tensor), _form(tensor))
@@ -139,8 +144,8 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise LeafError(name, "is on the meta device", "materialise and fill the model before capturing")
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
-        kind = "quantised" if tensor.is_quantized else "nested" if tensor.is_nested else str(tensor.layout)
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        kind = "nested" if tensor.is_nested else str(tensor.layout)
         raise LeafError(name, f"is a {kind} tensor", "hold its parts (indices, codes, scales) as plain tensors")
     if not tensor.is_contiguous() and _overlaps(tensor):
         raise LeafError(

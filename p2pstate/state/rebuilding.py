@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from p2pstate.state import quantised
 from p2pstate.state.codec import Path, TensorRef, decode, path_text
 from p2pstate.state.errors import LeafError
 from p2pstate.state.leaves import describe, is_plain, local_of, plain_parts
@@ -35,13 +36,15 @@ def references(tree: Any, path: Path) -> list[str]:
 
 
 class Rebuilder:
-    """Plans one restore. ``copies`` holds (live tensor, captured value) pairs."""
+    """Plans one restore. ``copies`` holds (live tensor, captured value) pairs, ``quantised`` live tensors by name that
+    besides are to be quantised as captured."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], live: Callable[[], Iterable[Any]] = tuple) -> None:
         """``live``: values among which a tensor of a subclass is looked for that has to be made."""
         self._tensors = tensors
         self._live = live
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.quantised: list[tuple[str, torch.Tensor]] = []
 
     def tree(self, tree: Any, live: Any, path: Path, parameter: torch.Tensor | None) -> Any:
         """``tree`` (which is used up) with tensors in it.
@@ -64,6 +67,9 @@ class Rebuilder:
     def _tensor(self, ref: TensorRef, live: Any, name: str, parameter: torch.Tensor | None) -> torch.Tensor:
         if isinstance(live, torch.Tensor) and self._copy_into(ref, live, name):
             return live
+        if ref.kind == quantised.KIND:
+            keys = tuple(part.removeprefix("/") for part in ref.parts)
+            return quantised.make(name, keys, self._tensors, _device(ref, parameter))
         if ref.kind not in ("plain", "dtensor") or any(ref.parts):
             made = self._subclass(ref, name, parameter)
             if made is not None:
@@ -98,6 +104,8 @@ class Rebuilder:
         if any(plain.shape != value.shape or plain.dtype != value.dtype for plain, value in parts):
             return False
         self.copies += parts
+        if ref.kind == quantised.KIND:
+            self.quantised.append((name, live))
         return True
 
 

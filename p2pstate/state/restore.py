@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from p2pstate.state import rng
+from p2pstate.state import quantised, rng
 from p2pstate.state.buffers import BufferShapes
 from p2pstate.state.collecting import Collector
 from p2pstate.state.errors import LeafError
@@ -70,6 +70,9 @@ def restore(live: Live, shapes: BufferShapes, tensors: Mapping[str, torch.Tensor
 
     for target, value in rebuilder.copies:
         write_into(target, value)
+    held = [(name, tensor) for name, tensor in parameters.items() if tensor.is_quantized]
+    for name, tensor in (*rebuilder.quantised, *held):
+        quantised.copy_into(tensor, name, tensors)
     for refit in refits:
         refit.apply()
     shapes.inherit(saved["changed_buffers"])

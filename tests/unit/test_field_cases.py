@@ -47,6 +47,7 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
         f"{STATE}layout.py::test_layout_write_of_any_dtype_keeps_every_bit",
         f"{STATE}layout.py::test_layout_write_of_conjugate_and_negative_views_stores_their_values",
         f"{STATE}naming.py::test_restore_of_a_dtype_that_torch_cannot_copy_brings_its_bytes_back",
+        f"{STATE}quantised.py::test_restore_of_a_quantised_tensor_is_exact_and_in_place",
         ZOO,
     ),
     "A5": (f"{STATE}distributed.py::test_fsdp2_uneven_and_empty_shards_round_trip", ZOO),

@@ -222,12 +222,16 @@ def holding(buffer: torch.Tensor) -> nn.Module:
     return model
 
 
+def four_bits() -> torch.Tensor:
+    return torch.quantize_per_channel(torch.zeros(2, 2), torch.ones(2), torch.zeros(2), 0, torch.quint4x2)
+
+
 @pytest.mark.parametrize(
     ("model", "name", "what"),
     [
         (lambda: holding(torch.zeros(2).as_subclass(Opaque)), "model/odd", "Opaque"),
         (lambda: holding(torch.zeros(2).to_sparse()), "model/odd", "sparse"),
-        (lambda: holding(torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.qint8)), "model/odd", "quantised"),
+        (lambda: holding(four_bits()), "model/odd", "quantised to torch.quint4x2"),
         (lambda: nn.Linear(1, 1, bias=False, device="meta"), "model/weight", "meta"),
         (lambda: nn.LazyLinear(2, bias=False), "model/weight", "no shape yet"),
         (lambda: holding(torch.nested.nested_tensor([torch.zeros(1), torch.zeros(2)])), "model/odd", "nested"),
