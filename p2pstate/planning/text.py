@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from p2pstate.planning.plan import Placement, Plan
-from p2pstate.planning.units import bytes_text, duration_text, percent_text
+from p2pstate.planning.units import bytes_text, duration_text, percent_text, quantity_text
 
 __all__ = ["as_json", "as_text"]
 
@@ -37,6 +37,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "goodput": {policy.name: policy.goodput for policy in plan.policies},
         "policies": {policy.name: asdict(policy) for policy in plan.policies},
         "host_bytes_per_node": plan.host_bytes_per_node,
+        "pod_memory": quantity_text(plan.host_bytes_per_node),
         "copies": {
             "bytes_per_step_per_node": plan.copy_bytes_per_step,
             "link_bytes_per_s_needed": plan.link_bytes_per_s_needed,
@@ -91,7 +92,11 @@ def as_text(plan: Plan) -> str:
                     f"{bytes_text(plan.copy_bytes_per_step)} per step from each node, {duration_text(inputs.copy_s)} "
                     f"at {bytes_text(inputs.link_bytes_per_s)}/s: {fits}",
                 ),
-                ("host memory", f"{bytes_text(plan.host_bytes_per_node)} per node"),
+                (
+                    "host memory",
+                    f"{bytes_text(plan.host_bytes_per_node)} per node; as the request of a pod: "
+                    f"{quantity_text(plan.host_bytes_per_node)}, and what the script needs",
+                ),
                 ("break-even", _break_even(plan)),
                 (
                     "spares",

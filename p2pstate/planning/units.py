@@ -10,7 +10,7 @@ import math
 import re
 
 __all__ = ["DAY_S", "HOUR_S", "MONTH_S", "YEAR_S", "bytes_text", "duration_text", "parse_bytes", "parse_count"]
-__all__ += ["parse_duration", "parse_share", "percent_text"]
+__all__ += ["parse_duration", "parse_share", "percent_text", "quantity_text"]
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
@@ -89,6 +89,12 @@ def bytes_text(num_bytes: float) -> str:
         if num_bytes >= scale:
             return f"{_digits(num_bytes / scale)} {name}"
     return f"{num_bytes:.3g} B"
+
+
+def quantity_text(num_bytes: float) -> str:
+    """As Kubernetes writes memory, rounded up: ``66Gi``, below that ``700Mi``."""
+    name, scale = ("Gi", _SIZES["GiB"]) if num_bytes >= _SIZES["GiB"] else ("Mi", _SIZES["MiB"])
+    return f"{math.ceil(num_bytes / scale)}{name}"
 
 
 def percent_text(share: float) -> str:

@@ -216,6 +216,8 @@ def test_command_prints_one_json_object(capsys: pytest.CaptureFixture[str]) -> N
     assert {"within_s": 1800.0, "chance": pytest.approx(1 - math.exp(-0.5 * 0.2304))} in found["chance_of_failure"]
     assert found["goodput"]["p2pstate"] > found["goodput"]["async_checkpoint"] > found["goodput"]["checkpoint"]
     assert found["recommendation"]["policy"] == "p2pstate"
+    assert (int(found["pod_memory"].removesuffix("Gi")) - 1) * 2**30 < found["host_bytes_per_node"]
+    assert int(found["pod_memory"].removesuffix("Gi")) * 2**30 >= found["host_bytes_per_node"]
     assert found["copies"]["every_step_fits"] is True
     assert {each["copies"] for each in found["simulation"]} == {1, 2}
 
