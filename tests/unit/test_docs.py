@@ -26,8 +26,10 @@ PAGES = sorted((ROOT / "docs").glob("*.md"))
 ALL = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 PROGRAMS = {"p2prun": p2prun, "p2pstate": main}
 OF_P2PRUN = ("witness", *OPERATING)
+ACCELERATE = "main_process_ip machine_rank max_restarts multi_gpu num_machines num_processes rdzv_backend rdzv_conf"
 # Options of other programs, which the pages speak of.
 FOREIGN = {
+    "accelerate": {f"--{name}" for name in ACCELERATE.split()},
     "docker": {"--build-arg"},
     "mypy": {"--strict"},
     "kind": {"--image"},
@@ -38,7 +40,7 @@ FOREIGN = {
     | {f"--rdzv-{name}" for name in ("backend", "conf", "endpoint", "id")},
     "scripts of the repository": {"--device", "--namespaces", "--out", "--share-cards", "--silent", "--steps"},
 }
-OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*[a-z]")
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z_-]*[a-z]")
 
 
 def code_of(text: str) -> list[str]:
