@@ -118,7 +118,7 @@ def _tiles(run: Mapping[str, Any]) -> str:
         behind = f"{min(steps) - min(protected)} behind" if whole else "no copies on two nodes yet"
         tiles.append(("protected step", str(min(protected)) if whole else "none", behind))
     now, all_of_it = (run["goodput"][window]["ratio"] for window in ("now", "run"))
-    tiles.append(("goodput, last minute", f"{100 * now:.1f} %", f"whole run {100 * all_of_it:.1f} %"))
+    tiles.append(("goodput now", f"{100 * now:.0f} %", f"{100 * all_of_it:.1f} % of the run"))
     lost = sum(incident["steps_lost"] for incident in run["incidents"])
     tiles.append(("failures", str(run["num_incidents"]), f"{lost} committed steps lost"))
     spares = [node["name"] for node in run["nodes"] if node["part"] == "spare" and node["state"] == "alive"]
@@ -127,9 +127,10 @@ def _tiles(run: Mapping[str, Any]) -> str:
         tiles.append(("wait for a batch", f"{1000 * run['fetch_p95_s']:.0f} ms", "95 of 100 take less"))
     skew = run["skew"]
     if skew is not None:
-        text = f"{skew['fastest_s']:.2f} to {skew['slowest_s']:.2f} s"
-        note = f"a step's own work: rank {skew['fastest']} fastest, rank {skew['slowest']} slowest"
-        tiles.append(("rank skew", text, note))
+        times = skew["slowest_s"] / skew["fastest_s"] if skew["fastest_s"] else 1.0
+        note = f"rank {skew['slowest']} works {skew['slowest_s']:.2f} s a step, "
+        note += f"rank {skew['fastest']} {skew['fastest_s']:.2f} s"
+        tiles.append(("rank skew", f"{times:.1f} ×", note))
     if run["on_disk"] is not None:
         tiles.append(("step on disk", str(run["on_disk"]["step"]), f"for {run['on_disk']['s_ago']:.0f} s"))
     drawn = "".join(
@@ -191,7 +192,7 @@ def _failure(incident: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     lost = incident["steps_lost"]
     cost += f", {lost if lost else 'no'} committed step{'s' * (lost != 1)} lost"
     facts = (
-        ("What died", escape(f"{what}, {incident['s_ago']:.0f} s ago")),
+        ("What died", f"{escape(what)}, {incident['s_ago']:.0f}&nbsp;s&nbsp;ago"),
         ("Why", escape(incident["reason"])),
         ("What it cost", escape(cost)),
         ("Protected again?", _protected_again(incident, run)),

@@ -92,6 +92,8 @@ def _incidents(answers: Collection[Mapping[str, Any]]) -> list[dict[str, Any]]:
         best[incident["round"]] = {
             **fuller,
             "phases": longest(fuller["phases"], other["phases"]),
+            "bytes": fuller["bytes"] + other["bytes"],  # each tells of its own ranks
+            "steps_lost": max(fuller["steps_lost"], other["steps_lost"]),
             "cause": cause,
             "replaced": replaced,
             "source": source,

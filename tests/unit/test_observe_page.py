@@ -173,8 +173,8 @@ def test_incident_that_only_a_node_without_ranks_saw_was_part_of_another() -> No
     assert [each["round"] for each in merge({"n2": spare})["incidents"]] == [1, 2]
 
 
-def test_run_is_protected_again_when_all_nodes_say_so() -> None:
-    """The longest phase and the last protection count."""
+def test_accounts_of_one_incident_are_put_together() -> None:
+    """The longest phase and the last protection count, and what all nodes received."""
     (known,) = answer()["live"]["incidents"]
     assert known["protected_s"] == pytest.approx(2.5)
     later = known | {"protected_s": 4.0, "phases": {"pull": 3.0}}
@@ -184,6 +184,7 @@ def test_run_is_protected_again_when_all_nodes_say_so() -> None:
         (incident,) = run["incidents"]
         assert incident["protected_s"] == protected_s
         assert incident["phases"]["pull"] == 3.0
+        assert incident["bytes"] == 2 * 7
         assert ("✓ yes" in as_page(run, "n0")) == (protected_s is not None)
 
 
@@ -248,7 +249,7 @@ def test_page_names_the_slowest_rank_stragglers_and_starved_ranks() -> None:
     page = as_page(run, "n0")
     assert "Rank 1 is slow: a step takes 0.90 s of its own" in page
     assert "Rank 1 is starved: it waits 0.30 s a step for its batch" in page
-    assert "0.40 to 0.90 s" in page
+    assert re.search(r"rank skew.*>2\.2 ×<.*rank 1 works 0\.90 s a step, rank 0 0\.40 s", page)
     assert merge({"n0": told("n0", 0, 0.4, 0.0), "n1": answer("n1")})["skew"] is None
 
 
