@@ -38,6 +38,8 @@ FOREIGN = {
     "sbatch": {"--gpus-per-node", "--nodes", "--no-kill", "--signal"},
     "torchrun": {"--max-restarts", "--nnodes", "--nproc-per-node"}
     | {f"--rdzv-{name}" for name in ("backend", "conf", "endpoint", "id")},
+    "accelerate launch": {"--machine_rank", "--main_process_ip", "--max_restarts", "--multi_gpu", "--rdzv_backend"}
+    | {"--num_machines", "--num_processes", "--rdzv_conf"},
     "scripts of the repository": {"--device", "--namespaces", "--out", "--share-cards", "--silent", "--steps"},
 }
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z_-]*[a-z]")
@@ -116,7 +118,7 @@ def test_docs_commands_are_ones_that_the_programs_take(page: Path, options_of: d
     for words in commands(page.read_text()):
         if words[0] == "p2prun" and words[1] not in OF_P2PRUN:
             options = _parser().parse_args(words[1:])  # ends the test where it does not understand
-            assert options.script.endswith((".py", "...")), words
+            assert options.module or options.script.endswith((".py", "...")), words
             continue
         found = max((name for name in options_of if words[: len(name.split())] == name.split()), key=len)
         assert " " in found, f"no such command: {words}"
