@@ -29,6 +29,8 @@ zmq_transport.py   the real one
 cut_transport.py   one that can be silenced for a while
 operator.py        asking and telling a run from outside
 store_shard.py     one member's keys of one round
+store_copies.py    values that all read, on every member
+store_parts.py     an operation on keys of several owners
 store_router.py    which shard, and getting there
 fence_command.py   a command that tells whether a node is gone
 node.py            the loop: receive -> step -> effects

@@ -11,7 +11,6 @@ Limits: operations over several owners are not atomic between them.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,6 +18,8 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from rendezvous.messages import StoreCall, StoreResult
+from rendezvous.store_copies import Copies, Pushed
+from rendezvous.store_parts import OF_ALL_OWNERS, PUSH, TAKE_BACK, Part, combine, fits, names, owner_of, split
 from rendezvous.store_shard import ENDED, Replies, StoreShard
 from rendezvous.types import Member, MemberKey, StoreReply, View
 
@@ -26,18 +27,8 @@ MAX_REMEMBERED = 16384
 MAX_AHEAD = 4096
 
 Token: TypeAlias = tuple[MemberKey, int]
-_Part: TypeAlias = tuple[Member, list[Any], list[int]]  # owner, arguments, positions of the results
-_OF_ALL_OWNERS = ("num_keys", "list_keys")
-
-
-def owner_of(key: str, places: tuple[Member, ...]) -> Member:
-    """The place with the highest hash of (place, key): all agree, and keys spread evenly."""
-
-    def weight(member: Member) -> bytes:
-        text = f"{member.name}\0{member.incarnation}\0{key}"
-        return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-
-    return max(places, key=weight)
+_TAKE_BACK_S = 1e6  # the round ends before
+_NOT_GIVEN_UP = StoreReply(False, error="a member has not given up its copy of the key in time", timed_out=True)
 
 
 @dataclass(slots=True)
@@ -81,6 +72,8 @@ class StoreRouter:
         self._view: View | None = None
         self._members: dict[MemberKey, Member] = {}
         self._shard = StoreShard()
+        self._copies = Copies()
+        self._pushed = Pushed()
         self._numbers = itertools.count(1)
         self._calls: dict[int, _Call] = {}
         self._due_s = float("inf")  # nothing of this member's own is due earlier
@@ -94,7 +87,7 @@ class StoreRouter:
     def end(self) -> None:
         """The run is over: free everybody who waits, now and from now on."""
         self._ended = True
-        self._answer(self._shard.end())
+        self._end_shard()
         early, self._early = self._early, []
         for item in early:
             item.reply(ENDED)
@@ -104,7 +97,7 @@ class StoreRouter:
         """A member is certainly dead. If it has a place, the round is over, whenever the next one can begin."""
         if self._view is not None and any(place.key == member for place in self._view.places):
             self._round_is_over = True
-            self._answer(self._shard.end())
+            self._end_shard()
             self._end_calls()
 
     def enter(self, view: View, now: float = 0.0) -> None:
@@ -113,10 +106,10 @@ class StoreRouter:
         self._view = view
         if view.round != old_round:
             self._round_is_over = False
-            self._answer(self._shard.end())
+            self._end_shard()
             self._done.clear()
             self._end_calls()
-            self._shard = StoreShard()
+            self._shard, self._copies, self._pushed = StoreShard(), Copies(), Pushed()
             self._owners = functools.lru_cache(MAX_REMEMBERED)(lambda key: owner_of(key, view.places))
         self._members = {member.key: member for member in view.members}
         early, self._early = self._early, []
@@ -141,15 +134,20 @@ class StoreRouter:
         if epoch < view.round or self._round_is_over:
             reply(ENDED)
             return
+        copied = self._copies.answer(op, args, self._shard.values)
+        if copied is not None:
+            reply(copied)
+            return
         try:
-            parts = _split(op, args, view.places, self._owners)
+            parts = split(op, args, view.places, self._owners)
         except ValueError as error:
             reply(StoreReply(False, error=f"store {op}: {error}"))
             return
         if not parts:
-            reply(StoreReply(True, _combine(op, [])))
+            reply(StoreReply(True, combine(op, [])))
             return
-        if len(parts) == 1 and parts[0][0].key == self._me and op not in _OF_ALL_OWNERS:
+        here = len(parts) == 1 and parts[0][0].key == self._me and op not in OF_ALL_OWNERS
+        if here and not self._pushed.to_take_back(op, args):
             self._request_here(op, parts[0], now + deadline_s, now, reply)
             return
         request = _Request(op, reply, [None] * sum(len(positions) for _, _, positions in parts))
@@ -161,18 +159,18 @@ class StoreRouter:
                 self._issue(number, self._calls[number], now)
 
     def _request_here(
-        self, op: str, part: _Part, deadline_s: float, now: float, reply: Callable[[StoreReply], None]
+        self, op: str, part: Part, deadline_s: float, now: float, reply: Callable[[StoreReply], None]
     ) -> None:
         """All keys are this member's own: most operations are answered at once."""
         number = next(self._numbers)
-        replies = self._shard.call((self._me, number), op, part[1], deadline_s, now)
+        replies = self._call_shard((self._me, number), op, part[1], deadline_s, now)
         if replies and replies[0][0] == (self._me, number):
             reply(replies.pop(0)[1])
         else:
             self._register(number, _Request(op, reply, [None] * len(part[2])), part, deadline_s, now)
         self._answer(replies)
 
-    def _register(self, number: int, request: _Request, part: _Part, deadline_s: float, now: float) -> None:
+    def _register(self, number: int, request: _Request, part: Part, deadline_s: float, now: float) -> None:
         owner, args, positions = part
         request.calls[number] = positions
         call = self._calls[number] = _Call(request, owner, request.op, args, deadline_s, now + self._resend_s)
@@ -193,6 +191,10 @@ class StoreRouter:
         self._answer(self._shard.expire(now))
         if now < self._due_s:
             return
+        timed_out = StoreReply(
+            False, error="another member has not given up its copy of the key in time", timed_out=True
+        )
+        self._answer([(token, timed_out) for token in self._pushed.late(now)])
         late = [item for item in self._early if item.deadline_s <= now]
         self._early = [item for item in self._early if item.deadline_s > now]
         for item in late:
@@ -202,14 +204,19 @@ class StoreRouter:
             if number not in self._calls:
                 continue
             if call.deadline_s <= now:
-                text = f"{call.owner.name} gave no answer about {_names(call.args)} in time"
+                text = f"{call.owner.name} gave no answer about {names(call.args)} in time"
                 self._finish(number, StoreReply(False, error=text, timed_out=True))
             elif call.resend_s <= now:
                 call.resend_s = now + self._resend_s
                 if call.owner.key != self._me:
                     self._issue(number, call, now)
         times = [min(call.deadline_s, call.resend_s) for call in self._calls.values()]
-        self._due_s = min(times + [item.deadline_s for item in self._early], default=float("inf"))
+        times += [item.deadline_s for item in self._early]
+        self._due_s = min([*times, self._pushed.next_deadline_s()])
+
+    def _end_shard(self) -> None:
+        self._answer(self._shard.end())
+        self._answer([(token, ENDED) for token in self._pushed.end()])
 
     def _end_calls(self) -> None:
         requests = {id(call.request): call.request for call in self._calls.values()}
@@ -219,11 +226,50 @@ class StoreRouter:
 
     def _issue(self, number: int, call: _Call, now: float) -> None:
         if call.owner.key == self._me:
-            self._answer(self._shard.call((self._me, number), call.op, call.args, call.deadline_s, now))
+            self._answer(self._call_shard((self._me, number), call.op, call.args, call.deadline_s, now))
         else:
             assert self._view is not None
             left_s = max(0.0, call.deadline_s - now)
             self._send(call.owner, StoreCall(number, self._view.round, call.op, call.args, left_s))
+
+    def _call_shard(self, token: Token, op: str, args: list[Any], deadline_s: float, now: float) -> Replies:
+        """One operation on keys of this member's own, once nobody has copies of what it changes."""
+        keys = self._pushed.to_take_back(op, args)
+        if keys:
+            fresh = self._pushed.hold(
+                token, keys, deadline_s, lambda: self._answer(self._call_shard(token, op, args, deadline_s, now))
+            )
+            self._due_s = min(self._due_s, deadline_s)
+            if fresh:
+                self._take_back(fresh, now)
+            return []
+        to_push = self._pushed.to_push(op, args, self._shard.values)
+        replies = self._shard.call(token, op, args, deadline_s, now)
+        if to_push and self._others() and replies[0][1].ok:
+            assert self._view is not None
+            self._pushed.push(to_push)
+            push = StoreCall(0, self._view.round, PUSH, [list(to_push), list(to_push.values())], 0.0)
+            for place in self._others():
+                self._send(place, push)
+        return replies
+
+    def _others(self) -> list[Member]:
+        return [place for place in self._view.places if place.key != self._me] if self._view is not None else []
+
+    def _take_back(self, keys: frozenset[str], now: float) -> None:
+        """Ask every other place to give its copies up; repeated until all have answered, or the round ends."""
+
+        def given_up(reply: StoreReply) -> None:
+            if reply.ok:
+                self._pushed.taken_back(keys)
+
+        request = _Request(TAKE_BACK, given_up, [None] * len(self._others()))
+        parts: list[Part] = [(place, [sorted(keys)], [index]) for index, place in enumerate(self._others())]
+        calls = [(next(self._numbers), part) for part in parts]
+        for number, part in calls:
+            self._register(number, request, part, now + _TAKE_BACK_S, now)
+        for number, _ in calls:
+            self._issue(number, self._calls[number], now)
 
     def _on_call(self, sender: MemberKey, call: StoreCall, now: float) -> None:
         token = (sender, call.call)
@@ -231,12 +277,20 @@ class StoreRouter:
         if call.round > round_:
             if len(self._ahead) < MAX_AHEAD:
                 self._ahead.append((sender, call))
+        elif call.op == PUSH:
+            if call.round == round_ and len(call.args) == 2 and all(isinstance(arg, list) for arg in call.args):
+                owned = [key for key in call.args[0] if isinstance(key, str) and self._owners(key).key == sender]
+                if len(owned) == len(call.args[0]):
+                    self._copies.take(*call.args)
         elif call.round < round_:
             self._answer([(token, ENDED)], keep=False)
+        elif call.op == TAKE_BACK:
+            self._copies.give_up(call.args)
+            self._answer([(token, StoreReply(True))], keep=False)
         elif token in self._done:
             self._answer([(token, self._done[token])])
-        elif not self._shard.is_waiting(token):
-            self._answer(self._shard.call(token, call.op, call.args, now + call.deadline_s, now))
+        elif not self._shard.is_waiting(token) and not self._pushed.is_held(token):
+            self._answer(self._call_shard(token, call.op, call.args, now + call.deadline_s, now))
 
     def _answer(self, replies: Replies, *, keep: bool = True) -> None:
         for token, reply in replies:
@@ -260,7 +314,7 @@ class StoreRouter:
             return
         request = call.request
         positions = request.calls.pop(number)
-        if reply.ok and not _fits(request.op, reply.value, len(positions)):
+        if reply.ok and not fits(request.op, reply.value, len(positions)):
             reply = StoreReply(False, error=f"{call.owner.name} gave no proper answer to {request.op}")
         if not reply.ok:
             for other in request.calls:
@@ -273,62 +327,4 @@ class StoreRouter:
         for position, value in zip(positions, values, strict=True):
             request.results[position] = value
         if not request.calls:
-            request.reply(StoreReply(True, _combine(request.op, request.results)))
-
-
-def _names(args: list[Any]) -> str:
-    """The first keys that an operation is about."""
-    keys = args[0] if args and isinstance(args[0], list | tuple) else args[:1]
-    return ", ".join(map(repr, keys[:3])) + (" and others" if len(keys) > 3 else "") or "its keys"
-
-
-def _split(op: str, args: list[Any], places: tuple[Member, ...], find_owner: Callable[[str], Member]) -> list[_Part]:
-    """One part for each owner concerned. ValueError for wrong arguments."""
-    if op in _OF_ALL_OWNERS:
-        return [(member, [], [index]) for index, member in enumerate(places)]
-    if op not in ("wait", "check", "multi_get", "multi_set"):
-        if not args or not isinstance(args[0], str):
-            raise ValueError("the first argument must be the key")
-        return [(find_owner(args[0]), args, [0])]
-    if not args or not all(isinstance(arg, list | tuple) and len(arg) == len(args[0]) for arg in args):
-        raise ValueError("the arguments must be lists of equal length")
-    if not all(isinstance(key, str) for key in args[0]):
-        raise ValueError("keys must be strings")
-    grouped: dict[MemberKey, tuple[Member, list[int]]] = {}
-    for index, key in enumerate(args[0]):
-        owner = find_owner(key)
-        grouped.setdefault(owner.key, (owner, []))[1].append(index)
-    return [(owner, [[arg[i] for i in positions] for arg in args], positions) for owner, positions in grouped.values()]
-
-
-def _fits(op: str, value: Any, num_keys: int) -> bool:
-    """Is this what the operation gives? The answer comes from another process and is not to be trusted."""
-    match op:
-        case "get" | "compare_set":
-            return isinstance(value, bytes)
-        case "add" | "num_keys" | "queue_len":
-            return isinstance(value, int)
-        case "queue_pop":
-            return value is None or isinstance(value, bytes)
-        case "list_keys":
-            return isinstance(value, list) and all(isinstance(key, str) for key in value)
-        case "multi_get":
-            return isinstance(value, list) and len(value) == num_keys and all(isinstance(v, bytes) for v in value)
-        case _:
-            return True
-
-
-def _combine(op: str, results: list[Any]) -> Any:
-    match op:
-        case "num_keys":
-            return sum(results)
-        case "list_keys":
-            return sorted(itertools.chain.from_iterable(results))
-        case "check":
-            return all(results)
-        case "multi_get":
-            return results
-        case "wait" | "multi_set":
-            return None
-        case _:
-            return results[0]
+            request.reply(StoreReply(True, combine(request.op, request.results)))

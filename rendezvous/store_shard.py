@@ -9,7 +9,7 @@ Limits: nothing is replicated or kept: a shard lives as long as its round. Sizes
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -49,6 +49,11 @@ class StoreShard:
         self._waiting: dict[Token, _Waiting] = {}
         self._due_s = float("inf")  # no call's deadline is earlier
         self._ended = False
+
+    @property
+    def values(self) -> Mapping[str, bytes]:
+        """What is set. Read only."""
+        return self._values
 
     @property
     def num_waiting(self) -> int:

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from rendezvous.messages import StoreCall, StoreResult
-from rendezvous.store_router import StoreRouter, owner_of
+from rendezvous.store_parts import owner_of
+from rendezvous.store_router import StoreRouter
 from rendezvous.types import Member, MemberKey, StoreReply, View
 
 
