@@ -22,6 +22,7 @@ __all__ = ["Key", "Worker"]
 Key = tuple[str, str]  # namespace, name
 
 AGAIN_S = 5.0
+SETTLE_S = 0.2  # what happens within it is one look
 LOG = logging.getLogger("p2pstate.operator")
 
 
@@ -51,7 +52,8 @@ class Worker:
         """Something of this Run has changed. From any thread."""
         with self._changed:
             if self._num_failed.get(key, 0) == 0:
-                self._due_s[key] = 0.0
+                soon_s = time.monotonic() + SETTLE_S
+                self._due_s[key] = min(soon_s, self._due_s.get(key, soon_s))
                 self._changed.notify()
 
     def _run(self) -> None:
@@ -91,12 +93,16 @@ class Worker:
         try:
             self._look(key)
         except ApiError as error:
-            failed = self._num_failed[key] = self._num_failed.get(key, 0) + 1
-            self._due_s[key] = time.monotonic() + backoff_s(failed)
-            LOG.warning("Run %s/%s: %s; again in %g s", *key, error, backoff_s(failed))
-        except Exception:
-            failed = self._num_failed[key] = self._num_failed.get(key, 0) + 1
-            self._due_s[key] = time.monotonic() + backoff_s(failed)
-            LOG.exception("Run %s/%s: again in %g s", *key, backoff_s(failed))
+            LOG.warning("Run %s/%s: %s; again in %g s", *key, error, self._put_off(key))
+        except Exception:  # of one Run, and no reason to leave the others alone
+            LOG.exception("Run %s/%s: again in %g s", *key, self._put_off(key))
         else:
-            self._num_failed.pop(key, None)
+            with self._changed:
+                self._num_failed.pop(key, None)
+
+    def _put_off(self, key: Key) -> float:
+        """-> for how many seconds."""
+        with self._changed:
+            failed = self._num_failed[key] = self._num_failed.get(key, 0) + 1
+            self._due_s[key] = time.monotonic() + backoff_s(failed)
+        return backoff_s(failed)
