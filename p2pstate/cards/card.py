@@ -15,8 +15,14 @@ import torch
 
 from p2pstate.errors import P2PStateError
 
-__all__ = ["Card", "CudaCard", "Mark", "NotPinned"]
+__all__ = ["Card", "CudaCard", "Mark", "NotPinned", "copy_all"]
 
+_ALIKE = frozenset(
+    {
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+        *(torch.bool, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64),
+    }
+)
 _REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: for every context of this process
 
 
@@ -76,6 +82,21 @@ class Card(Protocol):
         ...
 
 
+def copy_all(into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to its contiguous place, with one call for all of one dtype: torch makes one kernel of many
+    copies only if they are alike."""
+    alike: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for place, source in zip(into, sources, strict=True):
+        if source.dtype in _ALIKE and source.is_contiguous() and not source.is_conj() and not source.is_neg():
+            places, its = alike.setdefault(source.dtype, ([], []))
+            places.append(place)
+            its.append(source)
+        else:
+            place.copy_(source)
+    for places, its in alike.values():
+        torch._foreach_copy_(places, its)
+
+
 class CudaCard:
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -94,7 +115,7 @@ class CudaCard:
     def pack(self, chunk: torch.Tensor, into: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         with torch.cuda.stream(self._copies):
             chunk.zero_()
-            torch._foreach_copy_(list(into), list(sources))
+            copy_all(into, sources)
 
     def fetch(self, into: torch.Tensor, source: torch.Tensor) -> None:
         with torch.cuda.stream(self._copies):

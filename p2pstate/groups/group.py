@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, ReduceOp
 
+from p2pstate.errors import ConfigError
 from p2pstate.groups import echo
 from p2pstate.groups.inner import Inner
 from p2pstate.groups.journal import Recording, Replay
@@ -89,6 +90,8 @@ class P2PGroup(ProcessGroup):
             try:
                 self.connect_card(self, card)
                 self._watch(inner)
+            except ConfigError:
+                raise
             except Exception as error:
                 self._status.fail(error, inner.epoch)
         return not self._status.echoing

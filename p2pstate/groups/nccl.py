@@ -28,7 +28,7 @@ import torch
 from torch._C._distributed_c10d import Store
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from p2pstate.groups.waiting import call
+from p2pstate.groups.waiting import Abandoned, call
 
 __all__ = ["WATCH", "Communicator", "ErrorWatch", "wait_on_host"]
 
@@ -53,6 +53,7 @@ class Communicator:
     ) -> None:
         self.device = device
         self._size = len(members)
+        self._timeout = timeout
         self._lock = threading.Lock()
         self._cut = False
         self._gone = threading.Event()
@@ -67,9 +68,15 @@ class Communicator:
     def connect(self, group: Any) -> None:
         """With all members at the same time; ``group`` uses it from then on.
 
-        Raises what NCCL raises, a RuntimeError, or Abandoned after a cut.
+        Raises what NCCL raises, a RuntimeError, also when the group's timeout is over; Abandoned after a cut.
         """
-        call(lambda: self._connect(group), lambda: self._cut, "connecting-nccl")
+        deadline = time.monotonic() + self._timeout.total_seconds()
+        try:
+            call(lambda: self._connect(group), lambda: self._cut or time.monotonic() > deadline, "connecting-nccl")
+        except Abandoned:
+            if self._cut:
+                raise
+            raise RuntimeError(f"NCCL was not connected within {self._timeout.total_seconds():g} s") from None
 
     def cut(self) -> None:
         """Abort, in the background. Safe from any thread, more than once, and while it is being connected."""

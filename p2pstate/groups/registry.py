@@ -25,8 +25,10 @@ from datetime import timedelta
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from p2pstate.errors import ConfigError
 from p2pstate.groups.group import P2PGroup
 from p2pstate.groups.group_transport import GroupTransport
 from p2pstate.groups.inner import Inner, build_inner, card_inner
@@ -202,6 +204,10 @@ class Registry:
         timeout: timedelta,
         num_blocks: int = 0,
     ) -> None:
+        if not dist.is_nccl_available():
+            raise ConfigError(
+                "tensors on a card need NCCL, and this torch has no NCCL: install a build of torch for CUDA on Linux"
+            )
         store, _ = self._meet(f"{key}/card", members, inner.epoch, timeout, True)
         communicator = Communicator(
             store, members.index(self.rank), members, card, timeout, name=key, num_blocks=num_blocks

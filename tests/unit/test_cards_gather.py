@@ -20,7 +20,7 @@ from torch import nn
 
 from p2pstate.capture import read_image
 from p2pstate.cards import gather
-from p2pstate.cards.card import NotPinned
+from p2pstate.cards.card import NotPinned, copy_all
 from p2pstate.cards.gather import Gatherer, Run, runs_of
 from p2pstate.cards.pinning import Pinner
 from p2pstate.replicate import Shipper
@@ -65,8 +65,7 @@ class QueuedCard:
 
         def run() -> None:
             chunk.zero_()
-            for place, source in zip(into, sources, strict=True):
-                place.copy_(source)
+            copy_all(into, sources)
 
         self.queued.append(run)
 
@@ -146,6 +145,28 @@ def test_runs_pack_neighbours_and_let_large_leaves_go_alone(
         monkeypatch.setattr(gather, name, value)
     found = runs_of(layout_of([size for size, _ in leaves]), [c for _, (c, _) in leaves], [e for _, (_, e) in leaves])
     assert found == ([Run(*run) for run in runs], at_once)
+
+
+def test_copies_of_one_dtype_are_one_call_and_what_torch_cannot_join_goes_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    joined: list[int] = []
+    stock = torch._foreach_copy_
+
+    def foreach(into: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        assert len({source.dtype for source in sources}) == 1
+        joined.append(len(into))
+        stock(into, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", foreach)
+    sources = [
+        *(torch.randn(3), torch.ones(2, dtype=torch.int64), torch.randn(4), torch.ones(2, dtype=torch.int64)),
+        *(torch.randn(3, 2).t(), torch.randn(2, dtype=torch.complex64).conj(), torch.ones(2, dtype=torch.uint16)),
+    ]
+    into = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
+    copy_all(into, sources)
+    assert joined == [2, 2]
+    assert [bits(place) for place in into] == [bits(source) for source in sources]
 
 
 # -- what is read when

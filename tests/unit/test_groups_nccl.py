@@ -16,11 +16,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from groups_in_processes import run_alone
 from torch._C._distributed_c10d import ErrorType
 from torch.distributed import HashStore, distributed_c10d
 from torch.futures import Future
 
+from p2pstate.errors import ConfigError
 from p2pstate.groups import inner as inner_module
 from p2pstate.groups import nccl
 from p2pstate.groups.group import P2PGroup
@@ -184,6 +186,24 @@ def test_cut_frees_a_thread_whose_connecting_never_ends_and_aborts_on_another_th
     assert made.release().wait(DEADLINE_S)
     FakeNccl.blocked.set()
     assert ("abort", "p2pstate-abort") in FakeNccl.calls
+
+
+def test_connecting_that_takes_longer_than_the_groups_timeout_is_given_up() -> None:
+    FakeNccl.blocked = threading.Event()
+    made = Communicator(HashStore(), 0, (0, 1), CARD, timedelta(seconds=0.05))
+    with pytest.raises(RuntimeError, match="not connected within"):
+        made.connect(FakeProcessGroup())
+    FakeNccl.blocked.set()
+
+
+def test_torch_without_nccl_is_named_and_is_no_fault_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
+    group, status, _ = on_card(monkeypatch)
+    registry = Members()
+    group.connect_card = registry._connect_card
+    with pytest.raises(ConfigError, match="this torch has no NCCL"):
+        group.allreduce([torch.ones(1)])
+    assert status.error is None
 
 
 def test_cut_twice_aborts_once_after_its_thread_has_chosen_the_card() -> None:
