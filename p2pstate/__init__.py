@@ -73,6 +73,7 @@ Layout, from the top down (a file imports only what stands above it):
     groups/registry.py      all groups, connected together
     groups/gate.py          the vote
     groups/install.py       torch's entry points
+    cards/copies.py         versions on their way from a card, taken for good or not
     finite.py               whether gradients are numbers
     settings.py             what all ranks ask for alike
     meeting.py              whether all do, and have the memory for it

@@ -17,11 +17,9 @@ from torch._C._distributed_c10d import PrefixStore
 
 from p2pstate.capture import Capturer
 from p2pstate.cards.card import Card
-from p2pstate.cards.gather import Gatherer
-from p2pstate.cards.pinning import Pinner
-from p2pstate.errors import Corrupted, P2PStateError, Retryable
+from p2pstate.cards.copies import CardCopies
+from p2pstate.errors import Corrupted, P2PStateError
 from p2pstate.groups.gate import Ballot
-from p2pstate.groups.nccl import WATCH, wait_on_host
 from p2pstate.groups.registry import GATE, REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.groups.waiting import ABANDON_AFTER_S
@@ -44,7 +42,6 @@ __all__ = ["Protection"]
 FIRST_VERSION_WAIT_S = 30.0
 MAX_NAMES = 20  # of leaves, in an event
 LEAN_PATIENCE_S = 5.0  # how long a step waits for its state to be sent; then memory is taken for a copy
-LANDING_TIMEOUT_S = 600.0  # a copy from a card waits for all that was queued before it
 _DONE = {"ship": "shipped", "report": "nothing", "stop": "stopped", "repair": "repaired"}
 DRAIN_S = 0.5  # how long copies that are under way may still arrive after a fault
 
@@ -70,16 +67,14 @@ class Protection:
         self.stats = ProtectionStats()
         policy = settings.checkpoint
         self._saving = Saving(context.link, policy, self.stats) if policy is not None else None
-        self._card = card
-        self._gatherer = None if card is None else Gatherer(card, state.is_steady)
-        self._pinner = None if card is None else Pinner(card)
-        self._on_map = self._pinner.add if self._pinner is not None else _nothing
+        self._on_card = None if card is None else CardCopies(card, state.is_steady)
+        self._on_map = _nothing if self._on_card is None else self._on_card.mapped
         self._capturer = Capturer(
             context.link,
             context.rank,
             context.places,
             reserve=policy is not None,
-            gatherer=self._gatherer,
+            gatherer=None if self._on_card is None else self._on_card.gatherer,
             on_map=self._on_map,
         )
         self._shipper = self._make_shipper()
@@ -205,42 +200,20 @@ class Protection:
 
     def _land(self, epoch: int) -> Callable[[], None] | None:
         """Start what is to come from the card; the result waits for it, on another thread."""
-        if self._gatherer is None or self._card is None or self._pinner is None:
+        if self._on_card is None:
             return None
         if self._context.lean:
-            self.finish_card()  # the own part is read from where it is
-        landing = self._gatherer.start()
-        self._pinner.start()
-
-        def land() -> None:
-            wait_on_host(landing.is_there, lambda: STATUS.error is not None, LANDING_TIMEOUT_S)
-            landing.finish()
-            WATCH.look()
-            # Whoever aborts records the error before: what came after the abort is garbage.
-            if STATUS.error is not None or STATUS.epoch != epoch:
-                raise Retryable("the state may have been copied after an error: this version is none")
-
-        return land
+            self._on_card.finish()  # the own part is read from where it is
+        return self._on_card.start(epoch)
 
     def finish_card(self) -> bool:
         """Wait until the card has done what it was given. False: an error came before."""
-        if self._card is None:
-            return True
-        wait_on_host(self._card.mark_training().query, lambda: STATUS.error is not None, LANDING_TIMEOUT_S)
-        WATCH.look()
-        return STATUS.error is None
+        return self._on_card is None or self._on_card.finish()
 
     def fence(self) -> None:
-        """From here on the state may change: training waits on the card until what changes has been read."""
-        changed = self._gatherer.fence() if self._gatherer is not None else []
-        if changed and STATUS.error is None:
-            names = ", ".join(changed[:MAX_NAMES])
-            STATUS.fail(
-                P2PStateError(
-                    f"{names}: changed before optimizer.step(), while being copied from the card; this step is done "
-                    "again, and from now on they are copied before it begins"
-                )
-            )
+        """From here on the state may change."""
+        if self._on_card is not None:
+            self._on_card.fence()
 
     def _compare_replicas(self, epoch: int, step: int) -> None:
         """Do all that should hold the same bytes do so? At the beginning, what differs is shipped from now on; later it
