@@ -41,6 +41,7 @@ processes.py       processes that are not our children
 autoload.py        env:// without a TCPStore, in torchrun's workers
 companion.py       what other distributions add to a torchrun node's agent
 agent.py           the process that holds a node's membership under torchrun
+torchrun_settings.py  what torchrun was told
 torchrun.py        torchrun --rdzv-backend=p2p
 faults.py          faults as data, for simulations
 invariants.py      what every decided view must fulfil

@@ -6,15 +6,16 @@ import json
 import sys
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 
 from rendezvous.autoload import ENV_AGENT, ENV_LAUNCHER, autoload
 from rendezvous.keys import make_key_file
-from rendezvous.store import ClientChannel, StoreEnded, StoreError, worker_store
-from rendezvous.torchrun import AgentStore, P2PHandler, Settings, create, creator, read_settings
+from rendezvous.store import StoreEnded, StoreError, worker_store
+from rendezvous.torchrun import AgentStore, P2PHandler, create, creator
+from rendezvous.torchrun_settings import Settings, read_settings
 
 
 def settings(endpoint: str = "h1:7000,h2", low: int = 2, high: int = 3, **options: Any) -> Settings:
@@ -97,7 +98,7 @@ class EndedChannel:
 
 
 def agent_store(alive: str = "") -> AgentStore:
-    return AgentStore(cast(ClientChannel, EndedChannel(alive)), 1, timedelta(seconds=1), 3)
+    return AgentStore(EndedChannel(alive), 1, timedelta(seconds=1), 3)
 
 
 @pytest.mark.parametrize("alive", ["", "role_info"])
