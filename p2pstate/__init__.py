@@ -125,6 +125,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/events.py         what happened, as JSON lines
     observe/alone.py        the meter in any script
     agent/template.py       the process workers are forked from
+    agent/worker_output.py  what a worker writes
     agent/held.py           a process that may hold a rank
     agent/helpers.py        processes of a node without a rank
     agent/supervisor.py     the node's workers

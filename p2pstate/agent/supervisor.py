@@ -1,8 +1,7 @@
 """The worker processes of one node: forked from the template, given ranks, watched, replaced.
 
 In: requests (keep so many ready, give this rank to one, kill these) and what the template and the workers say. Out:
-calls to a listener. Output of each worker goes to its own log file and, unless quiet, to the console with its rank in
-front.
+calls to a listener.
 
 Invariants: a rank is given to a new process only after the old one was reaped; a worker that ends is always reported,
 exactly once, after everything it said.
@@ -15,19 +14,19 @@ import os
 import socket
 import subprocess
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from p2pstate.agent.held import Phase, RankProcess
 from p2pstate.agent.helpers import Helpers, flush_later
 from p2pstate.agent.output import Writer
+from p2pstate.agent.worker_output import WorkerOutput
 from p2pstate.trace import map_page, new_page
 from rendezvous.channel import Channel, ChannelClosed, Message
 from rendezvous.node import Node
 
 __all__ = ["Failure", "Listener", "Supervisor", "WorkerProcess"]
 
-MAX_LINE_BYTES = 1 << 16
 EXIT_GRACE_S = 10.0
 RETRY_FORK_S = 1.0
 
@@ -41,14 +40,13 @@ class Failure:
     innocent: bool
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, kw_only=True)
 class WorkerProcess(RankProcess):
+    output: WorkerOutput
     local_rank: int | None = None
     rehearses: int | None = None  # the rank it can take at once
     killed: bool = False  # from here
     failure: Failure | None = None
-    outputs: dict[int, bytearray] = field(default_factory=dict)
-    log: int | None = None
 
 
 class Listener(Protocol):
@@ -77,7 +75,7 @@ class Supervisor:
         self._template: Channel | None = None
         self._template_process: subprocess.Popen[bytes] | None = None
         self._template_ready = False
-        self._waiting: dict[int, tuple[Channel, dict[int, bytearray]]] = {}
+        self._waiting: dict[int, tuple[Channel, tuple[int, int]]] = {}  # forks under way, with what they write to
         self._next_id = 1
         self._wanted = 0
         self.workers: dict[int, WorkerProcess] = {}
@@ -132,6 +130,7 @@ class Supervisor:
 
     def assign(self, worker: WorkerProcess, message: Message, rank: int, local_rank: int, phase: Phase) -> None:
         worker.rank, worker.local_rank, worker.phase = rank, local_rank, phase
+        worker.output.label = str(rank)
         self._hand_over(worker, message, rank)
 
     def rehearse(self, worker: WorkerProcess, message: Message, rank: int) -> None:
@@ -142,10 +141,12 @@ class Supervisor:
     def adopt(self, worker: WorkerProcess, local_rank: int) -> None:
         """Give a rehearsing process the rank that it has rehearsed."""
         worker.rank, worker.local_rank, worker.phase, worker.rehearses = worker.rehearses, local_rank, Phase.ALONE, None
+        worker.output.label = str(worker.rank)
         self._fork_missing()
 
     def _hand_over(self, worker: WorkerProcess, message: Message, rank: int) -> None:
-        self._open_log(worker, rank)
+        if self._log_dir is not None:
+            worker.output.open_log(os.path.join(self._log_dir, f"{rank}.{worker.pid}.log"))
         try:
             page = new_page()
         except OSError:  # out of descriptors: nobody will notice if this one hangs
@@ -157,10 +158,7 @@ class Supervisor:
         self._fork_missing()
 
     def note(self, worker: WorkerProcess, text: str) -> None:
-        """Write something about a worker where its own output goes."""
-        if worker.log is not None:
-            self._writer.put(worker.log, text.encode())
-        self._show(worker, text.encode())
+        worker.output.note(text)
 
     def kill(self, worker: WorkerProcess) -> None:
         """SIGKILL; the template reaps it and ends the rest of its session."""
@@ -223,7 +221,7 @@ class Supervisor:
                 return
             number = self._next_id
             self._next_id += 1
-            self._waiting[number] = (ours, {out_read: bytearray(), err_read: bytearray()})
+            self._waiting[number] = (ours, (out_read, err_read))
             if not self._spawn(number, "worker", (theirs.fileno(), out_write, err_write)):
                 return
             theirs.close()
@@ -261,12 +259,10 @@ class Supervisor:
             self.helpers.launched(message["id"], message["pid"])
         elif message["t"] == "spawned":
             channel, outputs = self._waiting.pop(message["id"])
-            worker = WorkerProcess(message["pid"], channel, outputs=outputs)
+            output = WorkerOutput(self._node, self._writer, outputs, quiet=self._quiet)
+            worker = WorkerProcess(message["pid"], channel, output=output)
             self.workers[worker.pid] = worker
             self._node.add_reader(channel.fileno(), lambda: self._read_worker(worker))
-            for fd in outputs:
-                os.set_blocking(fd, False)
-                self._node.add_reader(fd, lambda fd=fd: self._read_output(worker, fd))  # type: ignore[misc]
         elif message["t"] == "exited":
             ended = self.workers.get(message["pid"])
             if ended is not None:
@@ -300,8 +296,7 @@ class Supervisor:
     def _ended(self, worker: WorkerProcess, status: int) -> None:
         if not worker.ended:
             self._read_worker(worker)  # what it said before it ended
-        for fd in list(worker.outputs):
-            self._read_output(worker, fd)
+        worker.output.read_rest()
         self._forget(worker)
         self._listener.on_worker_ended(worker, status)
         self._fork_missing()
@@ -312,52 +307,4 @@ class Supervisor:
             self._node.remove_reader(worker.channel.fileno())
             worker.channel.close()
         worker.ended = True
-        for fd in list(worker.outputs):
-            self._close_output(worker, fd)
-        if worker.log is not None:
-            self._writer.put(worker.log, b"")
-            worker.log = None
-
-    # -- output
-
-    def _open_log(self, worker: WorkerProcess, rank: int) -> None:
-        if self._log_dir is None:
-            return
-        os.makedirs(self._log_dir, exist_ok=True)
-        path = os.path.join(self._log_dir, f"{rank}.{worker.pid}.log")
-        worker.log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-
-    def _read_output(self, worker: WorkerProcess, fd: int) -> None:
-        pending = worker.outputs.get(fd)
-        if pending is None:
-            return
-        while True:
-            try:
-                data = os.read(fd, MAX_LINE_BYTES)
-            except BlockingIOError:
-                return
-            if not data:
-                if pending:
-                    self._show(worker, bytes(pending) + b"\n")
-                self._close_output(worker, fd)
-                return
-            if worker.log is not None:
-                self._writer.put(worker.log, data)
-            pending += data
-            end = pending.rfind(b"\n") + 1
-            if not end and len(pending) > MAX_LINE_BYTES:
-                end = len(pending)
-            if end:
-                self._show(worker, bytes(pending[:end]))
-                del pending[:end]
-
-    def _show(self, worker: WorkerProcess, text: bytes) -> None:
-        if self._quiet and worker.log is not None:
-            return
-        prefix = f"[{worker.rank if worker.rank is not None else 'spare'}] ".encode()
-        self._writer.put(2, b"".join(prefix + line for line in text.splitlines(keepends=True)))
-
-    def _close_output(self, worker: WorkerProcess, fd: int) -> None:
-        if worker.outputs.pop(fd, None) is not None:
-            self._node.remove_reader(fd)
-            os.close(fd)
+        worker.output.close()
