@@ -34,6 +34,7 @@ store_parts.py     an operation on keys of several owners
 store_router.py    which shard, and getting there
 fence_command.py   a command that tells whether a node is gone
 node.py            the loop: receive -> step -> effects
+completion.py      when a run has finished
 local.py           the line between a node's agent and its other processes
 standing.py        what a node can tell of its run
 store.py           torch's Store on top

@@ -18,9 +18,11 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from rendezvous import completion
 from rendezvous.autoload import ENV_AGENT
 from rendezvous.channel import Channel, ChannelClosed, Message
 from rendezvous.companion import load_companions
+from rendezvous.completion import Completion
 from rendezvous.config import Config
 from rendezvous.discovery import local_binds
 from rendezvous.local import LocalServer
@@ -43,7 +45,6 @@ from rendezvous.types import (
 )
 
 _LINGER_S = 0.7  # for the last messages, and for the votes that let the others go on without this node
-_DONE_INTERVAL_S = 1.0
 _MAX_SLOTS = 64
 
 
@@ -56,11 +57,11 @@ class NodeAgent:
         self._place: int | None = None
         self._left_round = 0  # the round whose workers have ended here, and why
         self._left_reason = ""
-        self._done: dict[int, set[int]] = {}  # round -> places whose workers have all finished
-        self._done_round = 0
+        self._done_round = 0  # in which this node's workers have all finished
         self._waiting = ""  # why there is no view
         self._ending = False
         self.node = Node(config, self)
+        self._completion = Completion(self.node, lambda round_: round_ == self._done_round, self._finished)
         self._server = LocalServer(self.node, self._on_local, self._on_local_closed)
         self._launcher: Channel | None = launcher
         self._server.adopt(launcher)
@@ -133,11 +134,8 @@ class NodeAgent:
             companion.on_member(change)
 
     def on_message(self, sender: MemberKey, kind: str, body: Any) -> None:
-        if kind != "done":
-            for companion in self._companions:
-                companion.on_peer(sender, kind, body)
-        elif isinstance(body, list) and len(body) == 2 and all(isinstance(n, int) for n in body):
-            self._place_done(*body)
+        if kind == completion.KIND:
+            self._completion.heard(body)
         else:
             for companion in self._companions:
                 companion.on_peer(sender, kind, body)
@@ -194,7 +192,7 @@ class NodeAgent:
     def _on_done(self, round: int) -> None:
         """Every worker of this node has finished its script in `round`."""
         self._done_round = round
-        self._tell_done()
+        self._completion.tell()
 
     def _on_failed(self, reason: str) -> None:
         """The launcher gives up. The job has failed for good if it cannot go on without this node."""
@@ -235,21 +233,8 @@ class NodeAgent:
 
     # -- the end
 
-    def _tell_done(self) -> None:
-        """Tell everybody, until there is a verdict or another round."""
-        view = self._view
-        if view is None or view.round != self._done_round or self._place is None or self.node.verdict is not None:
-            return
-        self.node.broadcast("done", [view.round, self._place])
-        self._place_done(view.round, self._place)
-        self.node.call_later(_DONE_INTERVAL_S, self._tell_done)
-
-    def _place_done(self, round_: int, place: int) -> None:
-        done = self._done.setdefault(round_, set())
-        done.add(place)
-        view = self._view
-        if view is not None and view.round == round_ and len(done) == len(view.places) and self.node.verdict is None:
-            self.node.declare(Verdict(0, "finished: the workers of every node ended well", self.node.key))
+    def _finished(self) -> None:
+        self.node.declare(Verdict(0, "finished: the workers of every node ended well", self.node.key))
 
     def _leave(self, reason: str) -> None:
         if not self._ending:

@@ -42,7 +42,9 @@ from p2pstate.errors import EXIT_CONFIG, EXIT_REPLACE, EXIT_RETRY, EXIT_STATE_LO
 from p2pstate.observe.spans import IncidentSpans
 from p2pstate.types import Start
 from p2pstate.vault import Vault
+from rendezvous import completion
 from rendezvous.channel import Message
+from rendezvous.completion import Completion
 from rendezvous.config import Config
 from rendezvous.cut_transport import CutTransport
 from rendezvous.node import Node
@@ -53,7 +55,6 @@ from rendezvous.zmq_transport import ZmqTransport
 __all__ = ["Agent"]
 
 VERDICT_LINGER_S = 0.7
-DONE_INTERVAL_S = 1.0
 PROGRESS_INTERVAL_S = 0.5
 
 
@@ -93,7 +94,11 @@ class Agent:
         self._draining = Draining(self.node, self._vault, self.events, self._saves, lineage, config.name)
         self._resizing = Resizing(self.node, config, self._draining, self._ranks.start_all_over)
         self._requests = Requests(self.node, self._supervisor.tell, self._vault, lineage)
-        self._done_places: dict[int, set[int]] = {}  # round -> places whose workers have all finished
+        self._completion = Completion(
+            self.node,
+            self._ranks.all_finished,
+            lambda: self.declare(0, "finished: every rank's script ended well"),
+        )
         self._early_deaths = 0
         self._weaknesses = Weaknesses(self.events)
         self._waiting = Waiting(self.node)
@@ -236,8 +241,8 @@ class Agent:
     def on_message(self, sender: MemberKey, kind: str, body: Any) -> None:
         if kind == "abort" and isinstance(body, list) and len(body) == 2:
             self._ranks.abort(int(body[0]), str(body[1]), tell_others=False)
-        elif kind == "done" and isinstance(body, list) and len(body) == 2:
-            self._place_done(int(body[0]), int(body[1]))
+        elif kind == completion.KIND:
+            self._completion.heard(body)
         elif kind in ("hang_ask", "hang_answer", "hung"):
             with suppress(ValueError):  # of another version of this program
                 self._watchdog.receive(sender, kind, body)
@@ -320,7 +325,7 @@ class Agent:
             self.declare(worker.failure.code, f"rank {worker.rank} failed in user code: {worker.failure.sentence}")
         elif finished:
             self._ranks.finished()
-            self._check_done()
+            self._completion.tell()
         elif worker.failure is not None:
             self._ranks.died(worker, worker.failure.sentence)
         else:
@@ -349,22 +354,6 @@ class Agent:
     def _end_workers(self) -> None:
         for worker in self._supervisor.assigned():
             self._supervisor.kill(worker)
-
-    def _check_done(self) -> None:
-        """Tell everybody when all of this node's ranks have finished, until there is a verdict."""
-        ranks = self._ranks
-        if not ranks.all_finished or ranks.info is None or ranks.place is None or self.verdict is not None:
-            return
-        self.node.broadcast("done", [ranks.info.epoch, ranks.place])
-        self._place_done(ranks.info.epoch, ranks.place)
-        self.node.call_later(DONE_INTERVAL_S, self._check_done)
-
-    def _place_done(self, round_: int, place: int) -> None:
-        done = self._done_places.setdefault(round_, set())
-        done.add(place)
-        view = self._view
-        if view is not None and view.round == round_ and len(done) == len(view.places) and self.verdict is None:
-            self.declare(0, "finished: every rank's script ended well")
 
     @property
     def ended(self) -> bool:

@@ -107,9 +107,9 @@ class Ranks:
         holders = [self._supervisor.of_rank(rank) for rank in self.mine]
         return not self.round_is_over and all(w is not None and w.phase is Phase.LOOP for w in holders)
 
-    @property
-    def all_finished(self) -> bool:
-        return self.info is not None and self.place is not None and not self._supervisor.assigned()
+    def all_finished(self, round_: int) -> bool:
+        current = self.info is not None and self.info.epoch == round_
+        return current and self.place is not None and not self._supervisor.assigned()
 
     def ballot(self) -> dict[str, Any]:
         """See rounds.decide_start."""
