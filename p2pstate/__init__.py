@@ -114,6 +114,7 @@ Layout, from the top down (a file imports only what stands above it):
     rounds.py               from one round to the next
     block.py                one block, as the user sees it
     stepping.py             when optimizers step
+    loop_end.py             all ranks leave at one step
     feed.py                 the batches
     steps.py                the loop
     replicator.py           the public object

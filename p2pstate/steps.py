@@ -33,6 +33,7 @@ from p2pstate.groups.gate import Ballot
 from p2pstate.groups.journal import Recording
 from p2pstate.groups.status import STATUS
 from p2pstate.hooks import Hooks
+from p2pstate.loop_end import LoopEnd
 from p2pstate.loop_exit import LoopIterator, leaves_by_exception, looping_code
 from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.meter import METER
@@ -51,9 +52,6 @@ from p2pstate.worker.context import WorkerContext
 from p2pstate.worker.farewell import GRACE_S
 
 __all__ = ["Loop"]
-
-END_OF_LOOP = 1 << 40  # votes at the end of the loop cannot meet votes of a step
-MIN_DATA_END_WAIT_S = 5.0  # how long a rank without data waits for the others to run out as well
 
 
 class Loop:
@@ -83,8 +81,13 @@ class Loop:
         self._stepping = Stepping(optimizers, protection, vote_timeout_s, on_nan)
         self._rounds = Rounds(context, state, protection, recovery_timeout_s, disk)
         self.protection = protection
-        self._recovery_timeout_s = recovery_timeout_s
-        self._save_timeout_s = save_timeout_s
+        self._end = LoopEnd(
+            context,
+            self._stepping,
+            protection,
+            drain_timeout_s=recovery_timeout_s,
+            save_timeout_s=save_timeout_s,
+        )
         # Where this process is
         self.step = 0  # newest committed step
         self._must_join = not context.fresh or context.restore
@@ -92,8 +95,6 @@ class Loop:
         self._hooks = Hooks(context, self._models)
         self.tracking = Tracking()
         self._num_recoveries = 0  # of this process
-        self._ended_at: int | None = None  # this rank's data ended after this step
-        self._end_step: int | None = None  # all ranks end at this step, because somebody's data does
         self._newest_yielded = 0
         self.replaying = False  # what run() has yielded is a step that this process had committed before
         self._beyond: int | None = None  # report the first commit past this step
@@ -159,7 +160,7 @@ class Loop:
                     continue
                 if self._context.asked_to_leave and not self._must_join:
                     self._go()
-                if self._is_over(steps):
+                if not self._must_join and self._end.is_reached(self.step, steps):
                     done = self._finish()
                     continue
                 STATUS.trace.do(Doing.FETCHING)
@@ -173,7 +174,7 @@ class Loop:
                     if self._must_join:
                         self._rehearsals.end()
                     else:
-                        done = self._data_ended()
+                        done = self._end.data_ended(self._rounds.epoch, self.step)
                     continue
                 except Exception as error:
                     if not self._raised(self.step + 1, error):
@@ -194,10 +195,6 @@ class Loop:
         """The user left by break or return: every rank has to do so at the same step."""
         if self._discard_pending or self._must_join or not self._finish():
             self._context.left_early = self._where or "state.run"
-
-    def _is_over(self, steps: int | None) -> bool:
-        limits = [limit for limit in (steps, self._end_step) if limit is not None]
-        return not self._must_join and bool(limits) and self.step >= min(limits)
 
     # -- blocks
 
@@ -364,47 +361,8 @@ class Loop:
         if isinstance(journal, Recording) and STATUS.error is None and (packed := journal.pack()):
             self._link.send("journal", packed=packed)
 
-    def _finish(self, timeout_s: float | None = None) -> bool:
-        """All ranks have committed the last step: protect it, agree, and leave. False: a fault came first."""
-        if STATUS.error is not None:
-            return False
-        STATUS.trace.do(Doing.ENDING)
-        self.protection.capture_if_due(self._rounds.epoch, self.step)
-        self.protection.fence()
-        self.protection.drain(self._recovery_timeout_s)
-        voted = self._stepping.ballot(END_OF_LOOP + self.step, boundary=False, ended=True, timeout_s=timeout_s)
-        if voted is None or not self._save_last(voted):
-            return False
-        self._ended_at = self._end_step = None
-        self._context.in_loop = False
-        self._context.farewell.close()
-        STATUS.loud = True
-        METER.enter("shutdown")
-        self._link.send("loop_done", step=self.step)
-        return True
-
-    def _save_last(self, voted: Ballot) -> bool:
-        """The last state goes to disk, if there is a checkpoint path. False: a fault came first."""
-        epoch = self._rounds.epoch
-        problem = self.protection.save_last(epoch, self.step, voted, self._save_timeout_s)
-        if problem is None:  # training ended between two versions
-            self.protection.capture_if_due(epoch, self.step)
-            self.protection.drain(self._recovery_timeout_s)
-            again = self._stepping.ballot(END_OF_LOOP + self.step, boundary=False, ended=True)
-            if again is None:
-                return False
-            problem = self.protection.save_last(epoch, self.step, again, self._save_timeout_s)
-        if problem:
-            print(f"p2pstate: the last step, {self.step}, is not on disk: {problem}", file=sys.stderr)
-        return STATUS.error is None
-
-    def _data_ended(self) -> bool:
-        """This rank has no batch any more. If others have, all end at this step, after a round of its own."""
-        if self._finish(max(MIN_DATA_END_WAIT_S, 10 * self._stepping.step_s)):
-            return True
-        self._ended_at = self.step
-        STATUS.fail(P2PStateError(f"the data of rank {self._context.rank} ended after step {self.step}"))
-        return False
+    def _finish(self) -> bool:
+        return self._end.finish(self._rounds.epoch, self.step)
 
     def _forget_gradients(self) -> None:
         discard_gradients(self._models, self._stepping.optimizers, self._stepping.scalers)
@@ -422,7 +380,7 @@ class Loop:
         num_batches = self._feed.num_batches
         self._feed.drop()
         self._forget_gradients()
-        ended_at = -1 if self._ended_at is None else self._ended_at
+        ended_at = self._end.data_ended_at
         committed = 0 if newcomer else self.step
         warm = self._rehearsals.num_steps
         stages, spoilt = self._rehearsals.stages(), self._stepping.spoilt_step
@@ -435,7 +393,7 @@ class Loop:
         self._must_join = False
         self.step = joined.version.step
         self._beyond = joined.version.step + joined.steps_lost
-        self._end_step = joined.end_step
+        self._end.agreed_step = joined.end_step
         self._hooks.forget()
         self._feed.resume()
         self._feed.skip_to(joined.num_batches)

@@ -1,0 +1,94 @@
+"""How a loop ends: all ranks at the same step, its state protected and, where it goes to disk, there.
+
+In: the step after which this rank wants to end (so many were asked for, its data ends, the user leaves), what other
+ranks say in a round. Out: whether all have agreed and the loop is over.
+
+Invariants: nobody leaves before all ranks have voted that they do, at one step; a fault before that is a fault of the
+loop, and the rank goes on as after any other.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from p2pstate.errors import P2PStateError
+from p2pstate.groups.gate import Ballot
+from p2pstate.groups.status import STATUS
+from p2pstate.observe.meter import METER
+from p2pstate.protection import Protection
+from p2pstate.stepping import Stepping
+from p2pstate.trace import Doing
+from p2pstate.worker.context import WorkerContext
+
+__all__ = ["LoopEnd"]
+
+END_OF_LOOP = 1 << 40  # votes at the end of the loop cannot meet votes of a step
+MIN_DATA_END_WAIT_S = 5.0  # how long a rank without data waits for the others to run out as well
+
+
+class LoopEnd:
+    """``data_ended_at``: the step after which this rank's data ended, -1 while it has data. ``agreed_step``: all ranks
+    end there, because somebody's data does; None: nobody's has."""
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        stepping: Stepping,
+        protection: Protection,
+        *,
+        drain_timeout_s: float,
+        save_timeout_s: float,
+    ) -> None:
+        self._context, self._stepping, self._protection = context, stepping, protection
+        self._drain_timeout_s, self._save_timeout_s = drain_timeout_s, save_timeout_s
+        self.data_ended_at = -1
+        self.agreed_step: int | None = None
+
+    def is_reached(self, step: int, steps: int | None) -> bool:
+        """``steps``: how many were asked for."""
+        limits = [limit for limit in (steps, self.agreed_step) if limit is not None]
+        return bool(limits) and step >= min(limits)
+
+    def finish(self, epoch: int, step: int, timeout_s: float | None = None) -> bool:
+        """All ranks have committed the last step: protect it, agree, and leave. False: a fault came first."""
+        if STATUS.error is not None:
+            return False
+        STATUS.trace.do(Doing.ENDING)
+        self._protection.capture_if_due(epoch, step)
+        self._protection.fence()
+        self._protection.drain(self._drain_timeout_s)
+        voted = self._vote(step, timeout_s)
+        if voted is None or not self._save_last(epoch, step, voted):
+            return False
+        self.data_ended_at, self.agreed_step = -1, None
+        self._context.in_loop = False
+        self._context.farewell.close()
+        STATUS.loud = True
+        METER.enter("shutdown")
+        self._context.link.send("loop_done", step=step)
+        return True
+
+    def data_ended(self, epoch: int, step: int) -> bool:
+        """This rank has no batch any more. If others have, all end at this step, after a round of its own."""
+        if self.finish(epoch, step, max(MIN_DATA_END_WAIT_S, 10 * self._stepping.step_s)):
+            return True
+        self.data_ended_at = step
+        STATUS.fail(P2PStateError(f"the data of rank {self._context.rank} ended after step {step}"))
+        return False
+
+    def _vote(self, step: int, timeout_s: float | None = None) -> Ballot | None:
+        return self._stepping.ballot(END_OF_LOOP + step, boundary=False, ended=True, timeout_s=timeout_s)
+
+    def _save_last(self, epoch: int, step: int, voted: Ballot) -> bool:
+        """The last state goes to disk, if there is a checkpoint path. False: a fault came first."""
+        problem = self._protection.save_last(epoch, step, voted, self._save_timeout_s)
+        if problem is None:  # training ended between two versions
+            self._protection.capture_if_due(epoch, step)
+            self._protection.drain(self._drain_timeout_s)
+            again = self._vote(step)
+            if again is None:
+                return False
+            problem = self._protection.save_last(epoch, step, again, self._save_timeout_s)
+        if problem:
+            print(f"p2pstate: the last step, {step}, is not on disk: {problem}", file=sys.stderr)
+        return STATUS.error is None
