@@ -1,11 +1,11 @@
 """How long recovery takes, and what it costs: p2prun and torchrun with our backend beside torchrun with DCP.
 
-In: how many ranks, how large a model, how many kills of each kind. Out: per scenario (recovery_scenarios.py) the median
-and the worst of the seconds from the signal to the next committed step on all ranks that goes beyond the last one
-before it, steps lost, where the state came from, and the median of each phase; one JSON object as the last line. The
-scenarios take turns, so that all of them see the same machine. With --every N one more run, in which a worker is killed
-every N seconds: committed steps x undisturbed step time / wall clock, beside the bound that one lost step per failure
-gives. Exit code 1 if a scenario failed.
+In: how many ranks, how large a model (or a script of the user's), how many kills of each kind. Out: per scenario
+(recovery_scenarios.py) the median and the worst of the seconds from the signal to the next committed step on all ranks
+that goes beyond the last one before it, steps lost, where the state came from, and the median of each phase; one JSON
+object as the last line. The scenarios take turns, so that all of them see the same machine. With --every N one more
+run, in which a worker is killed every N seconds: committed steps x undisturbed step time / wall clock, beside the bound
+that one lost step per failure gives. Exit code 1 if a scenario failed.
 """
 
 import argparse
@@ -45,7 +45,8 @@ PARAMETERS_PER_LAYER_AND_SQUARE = 12  # of a transformer: 4 w^2 for attention, 8
 def sizes_of(args: argparse.Namespace) -> Sizes:
     num_parameters = args.parameters or (300_000 if args.quick else 25_000_000)
     width = max(32, round((num_parameters / (PARAMETERS_PER_LAYER_AND_SQUARE * NUM_LAYERS)) ** 0.5 / 8) * 8)
-    return Sizes(args.ranks, NUM_LAYERS, width, context=64, batch=2)
+    program = (str(Path(args.script).resolve()), *args.script_args) if args.script else ()
+    return Sizes(args.ranks, NUM_LAYERS, width, context=64, batch=2, program=program)
 
 
 def summarise(incidents: Sequence[Incident]) -> dict[str, Any]:
@@ -64,6 +65,8 @@ def summarise(incidents: Sequence[Incident]) -> dict[str, Any]:
 
 def chosen(args: argparse.Namespace) -> list[Scenario]:
     names = args.only or (QUICK if args.quick else [scenario.name for scenario in SCENARIOS])
+    if args.script:
+        names = [scenario.name for scenario in SCENARIOS if scenario.name in names and scenario.runs_any_script]
     refused = why_not()
     if refused is not None and "ours_node_silent" in names:
         print(f"left out: ours_node_silent: {refused}")
@@ -87,7 +90,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--every", type=float, metavar="S", help="also one run with a kill every S seconds")
     parser.add_argument("--minutes", type=float, default=5.0, help="how long that run is (5)")
     parser.add_argument("--seed", type=int, default=1, help="which ranks, and when")
+    parser.add_argument(
+        "--script",
+        metavar="FILE",
+        help="measure this script, which has a Replicator and goes on until it is ended, in place of the example; "
+        "arguments of its own stand after --. Without what needs torchrun and DCP",
+    )
+    parser.add_argument("script_args", nargs="*", metavar="ARGUMENT", help="of --script")
     args = parser.parse_args()
+    if args.script_args and not args.script:
+        parser.error(f"{args.script_args[0]}: arguments go to a --script, and there is none")
+    if args.script and not Path(args.script).is_file():
+        parser.error(f"--script {args.script}: there is no such file")
     if args.ranks < NUM_NODES or args.ranks % NUM_NODES:
         parser.error(f"--ranks {args.ranks}: an even number, for {NUM_NODES} nodes")
     return args
@@ -131,10 +145,9 @@ def main() -> int:
         print(f"FAILED {error}", flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    result["ranks"], result["parameters"] = (
-        sizes.num_ranks,
-        NUM_LAYERS * PARAMETERS_PER_LAYER_AND_SQUARE * sizes.width**2,
-    )
+    result["ranks"] = sizes.num_ranks
+    if not args.script:
+        result["parameters"] = NUM_LAYERS * PARAMETERS_PER_LAYER_AND_SQUARE * sizes.width**2
     result["load_average"] = load_average()
     print(json.dumps(result))
     return 1 if failed else 0

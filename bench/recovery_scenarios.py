@@ -34,11 +34,14 @@ class ScenarioFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
+    """``program``: a script of the user's with its arguments, in place of the example with a model of these sizes."""
+
     num_ranks: int
     num_layers: int
     width: int
     context: int
     batch: int
+    program: tuple[str, ...] = ()
 
     @property
     def num_workers(self) -> int:
@@ -59,6 +62,11 @@ class Scenario:
     launcher: str
     victim: str
     what: str
+
+    @property
+    def runs_any_script(self) -> bool:
+        """Whether a script of the user's can be run, or the one that saves with DCP is measured."""
+        return self.launcher in ("p2prun", "torchrun")
 
     @property
     def num_spares(self) -> int:
@@ -121,7 +129,7 @@ def start(scenario: Scenario, sizes: Sizes, folder: Path, seed: int) -> Cluster:
     if scenario.launcher in ("dcp", "dcp-preloaded"):
         script = [str(HERE / "recovery_dcp.py"), *common, "--events", str(folder / "run")]
         return TorchrunCluster(folder / "run", script, scenario, sizes)
-    script = [str(EXAMPLES / "train_gpt.py"), *common]
+    script = list(sizes.program) or [str(EXAMPLES / "train_gpt.py"), *common]
     if scenario.launcher == "torchrun":
         return TorchrunCluster(folder / "run", script, scenario, sizes)
     if scenario.victim == "rehearsed":

@@ -87,3 +87,19 @@ def test_odd_number_of_ranks_is_refused(monkeypatch: pytest.MonkeyPatch, capsys:
     with pytest.raises(SystemExit):
         recovery.arguments()
     assert "--ranks 3" in capsys.readouterr().err
+
+
+def test_script_of_the_user_is_measured_where_no_other_way_to_save_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    command = ["recovery.py", "--quick", "--script", str(script), "--", "--steps", "9"]
+    monkeypatch.setattr(sys, "argv", command)
+    args = recovery.arguments()
+    assert recovery.sizes_of(args).program == (str(script), "--steps", "9")
+    assert [scenario.name for scenario in recovery.chosen(args)] == ["ours_warm", "ours_node", "torchrun_p2p"]
+    monkeypatch.setattr(sys, "argv", ["recovery.py", "--script", str(tmp_path / "none.py")])
+    with pytest.raises(SystemExit):
+        recovery.arguments()
+    assert "there is no such file" in capsys.readouterr().err
