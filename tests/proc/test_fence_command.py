@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,6 +65,16 @@ def test_command_is_told_whom_it_is_asked_about_and_no_secret(asking: Ask, monke
     command.ask(B)
     said = f"4 --zone z 1 node-b {B.address} node-b {B.address} {B.incarnation} my run []"
     assert f"({said})" in answers.get(timeout=20)[2]
+
+
+def test_fencing_command_of_the_operators_pods_reads_what_the_operator_wrote(asking: Ask, tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    command, answers = asking(f'exec {sys.executable} -m p2pstate.operator.gone {tmp_path}/gone "$@"')
+    told = ((str(B.incarnation - 1), None), (str(B.incarnation + 1), Status.GONE), ("soon", None))
+    for text, status in told:
+        (tmp_path / "gone" / B.name).write_text(text)
+        command.ask(B)
+        assert answers.get(timeout=20)[1] is status, text
 
 
 def test_command_that_does_not_end_is_ended_with_what_it_started(asking: Ask, tmp_path: Path) -> None:
