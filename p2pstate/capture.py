@@ -73,9 +73,17 @@ class SlotPair:
     """
 
     def __init__(
-        self, link: Link, part: Part, *, reserve: bool = False, on_map: Callable[[Slot], None] = lambda slot: None
+        self,
+        link: Link,
+        part: Part,
+        *,
+        reserve: bool = False,
+        expected_bytes: int = 0,
+        on_map: Callable[[Slot], None] = lambda slot: None,
     ) -> None:
-        """``on_map``: called with every slot that is mapped here."""
+        """``expected_bytes``: what a version will have once all state exists; memory that is new has room for it.
+        ``on_map``: called with every slot that is mapped here."""
+        self._expected_bytes = expected_bytes
         self._link = link
         self._part = part
         self._on_map = on_map
@@ -83,6 +91,7 @@ class SlotPair:
         self._pair = (0, 1)
         self._reserve = 2 if reserve else None
         self._looked = not reserve
+        self._prepared: set[Slot] = set()
 
     def target(self, num_bytes: int, keep: Version | None) -> Slot:
         """The slot to write next, with room for ``num_bytes``; never the one that holds ``keep``.
@@ -102,17 +111,21 @@ class SlotPair:
         self._pair = (sum(self._pair) - written, self._reserve)
         self._reserve = written
 
-    def prepare_reserve(self, num_bytes: int) -> None:
-        """Have the reserve's memory there before it is needed: new memory takes ten times as long to write."""
-        if self._reserve is not None:
-            slot = self._slots[self._reserve]
-            if slot is None or slot.capacity < num_bytes:
-                self._with_room(self._reserve, num_bytes).populate()
+    def prepare(self, num_bytes: int) -> None:
+        """Have all memory there before it is needed: what is new takes six times as long to write. A slot that holds a
+        version keeps it, even where it has become too small."""
+        for index in (*self._pair, *(() if self._reserve is None else (self._reserve,))):
+            if self._version(index) is None or index == self._reserve:
+                self._with_room(index, num_bytes)
+        slots = {slot for slot in self._slots if slot is not None and slot.capacity}
+        for slot in slots - self._prepared:
+            slot.populate()
+        self._prepared = slots
 
     def _with_room(self, index: int, num_bytes: int) -> Slot:
         slot = self._slots[index]
         if slot is None or slot.capacity < num_bytes:
-            slot = self._slots[index] = self._map(index, capacity_for(num_bytes))
+            slot = self._slots[index] = self._map(index, capacity_for(max(num_bytes, self._expected_bytes)))
         return slot
 
     def _look(self, keep: Version | None) -> None:
@@ -152,15 +165,18 @@ class Capturer:
         places: Sequence[int],
         *,
         reserve: bool = False,
+        expected_bytes: tuple[int, int] = (0, 0),
         gatherer: Gatherer | None = None,
         on_map: Callable[[Slot], None] = lambda slot: None,
     ) -> None:
-        """``reserve``: slots can be set aside (see SlotPair). ``gatherer``: for the leaves on a card, which it reads
-        once it is started; what :meth:`capture` returns is filled when that says so."""
+        """``reserve``: slots can be set aside (see SlotPair). ``expected_bytes``: once all state exists, of what only
+        this rank has, and of its piece of what others have as well. ``gatherer``: for the leaves on a card, which it
+        reads once it is started; what :meth:`capture` returns is filled when that says so."""
         self._link = link
         self._gatherer = gatherer
         self._on_map = on_map
         self._reserve = reserve
+        self._expected_bytes = expected_bytes
         self._rank = rank
         self._places = tuple(places)
         self._pairs: dict[Part, SlotPair] = {}
@@ -202,10 +218,11 @@ class Capturer:
                 self._pairs[image.part].set_aside(image.slot)
         return images
 
-    def prepare_reserves(self, images: Sequence[Image]) -> None:
-        """Give each part of ``images`` a reserve slot of its size. From any thread."""
+    def prepare(self, images: Sequence[Image]) -> None:
+        """Have all memory that further versions like ``images`` take. From any thread, until the next capture."""
         for image in images:
-            self._pairs[image.part].prepare_reserve(image.num_bytes)
+            if image.slot is not None:
+                self._pairs[image.part].prepare(image.num_bytes)
 
     def _write(
         self,
@@ -218,7 +235,12 @@ class Capturer:
     ) -> Image:
         pair = self._pairs.get(part)
         if pair is None:
-            pair = self._pairs[part] = SlotPair(self._link, part, reserve=self._reserve, on_map=self._on_map)
+            own, alike = self._expected_bytes
+            alone = self._plan is not None and len(self._plan.shared) == 1  # else it is not known how much is of which
+            expected = own if part.kind == "own" else alike if alone else 0
+            pair = self._pairs[part] = SlotPair(
+                self._link, part, reserve=self._reserve, expected_bytes=expected, on_map=self._on_map
+            )
         known, tail = self._image(part, leaves, collected)
         data_bytes = known.layout.num_bytes
         needed = data_bytes + len(tail)

@@ -74,6 +74,7 @@ class Protection:
             context.rank,
             context.places,
             reserve=policy is not None,
+            expected_bytes=context.sizes,
             gatherer=None if self._on_card is None else self._on_card.gatherer,
             on_map=self._on_map,
         )
@@ -188,8 +189,7 @@ class Protection:
             self._written = {image.part for image in images if image.slot is not None}
             self._written |= {Part.own(ward) for ward in self._context.wards}
             self._captured_since_vote = True
-            prepare = self._capturer.prepare_reserves if self._saving is not None else None
-            self._shipper.ship(images, keep, transport, began, prepare, self._land(epoch))
+            self._shipper.ship(images, keep, transport, began, self._capturer.prepare, self._land(epoch))
             for image in images:
                 if image.live is not None:
                     image.live.settle(LEAN_PATIENCE_S, _is_over)
@@ -309,7 +309,8 @@ class Protection:
     def _make_shipper(self) -> Shipper:
         context = self._context
         self._pairing = context.buddies, context.wards
-        return Shipper(context.link, *self._pairing, self._shipping_failed, self.stats, self._on_map)
+        expected = {rank: unique for rank, (unique, _) in enumerate(context.sizes_of_all)}
+        return Shipper(context.link, *self._pairing, self._shipping_failed, self.stats, self._on_map, expected)
 
     def _shipping_failed(self, epoch: int, error: Exception) -> None:
         if STATUS.error is None and epoch == STATUS.epoch and self._context.in_loop:

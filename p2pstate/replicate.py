@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import xxhash
 
@@ -60,13 +61,18 @@ class Shipper:
         on_error: Callable[[int, Exception], None],
         stats: ProtectionStats,
         on_map: Callable[[Slot], None] = lambda slot: None,
+        expected_bytes: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
-        """``on_map``: called with every slot for a ward that is mapped here."""
+        """``on_map``: called with every slot for a ward that is mapped here. ``expected_bytes``: of wards' shards once
+        all state exists, as far as it is known."""
         self._stats = stats
         self._link = link
         self._buddies = tuple(buddies)
         self._on_error = on_error
-        self._ward_slots = {ward: SlotPair(link, Part.own(ward), on_map=on_map) for ward in wards}
+        self._ward_slots = {
+            ward: SlotPair(link, Part.own(ward), expected_bytes=expected_bytes.get(ward, 0), on_map=on_map)
+            for ward in wards
+        }
         self._changed = threading.Condition()
         self._job: _Job | None = None
         self._complete = OLDEST
@@ -175,6 +181,8 @@ class Shipper:
             told,  # of one lost transfer at once: the others may still take long
         )
         self._stats.num_shipped_bytes += own.num_bytes * len(self._buddies)
+        for arrival in arrivals:
+            self._ward_slots[arrival.ward].prepare(arrival.num_bytes)
         return own.version
 
     def slot_for(self, ward: int, num_bytes: int, keep: Version | None) -> Slot:
@@ -211,6 +219,10 @@ class _Arrival:
         self._shared = shared
         self._image: Image | None = None
         self._rows: dict[bytes, bytes] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return 0 if self._image is None else self._image.num_bytes
 
     def accept(self, head: bytes, num_bytes: int) -> memoryview:
         """Raises Retryable for anything but the ward's shard of the version that is being shipped."""

@@ -32,6 +32,7 @@ SLACK_BYTES = 1 << 16  # plain values grow: not every byte more shall need new m
 _MAGIC = b"p2pslot1"
 _WRITING, _COMPLETE = 1, 2
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
+_POPULATED_BYTES = 1 << 20  # at a time
 # magic, state, number of shared sets, epoch, step, data bytes, tail bytes, digest, checksum of all before
 _FIELDS = struct.Struct("<8sIIqqqq16s")
 _CHECK = struct.Struct("<Q")
@@ -103,9 +104,14 @@ class Slot:
         return memoryview(self._map)[HEADER_BYTES:end]
 
     def populate(self) -> None:
-        """Have the kernel give all memory of the slot now; where it cannot, the first write takes longer."""
+        """Have the kernel give all memory of the slot now; where it cannot, the first write takes longer.
+
+        Piece by piece: the interpreter is held up meanwhile. What the slot holds stays.
+        """
+        size = HEADER_BYTES + self.capacity
         with contextlib.suppress(OSError, ValueError):
-            self._map.madvise(_MADV_POPULATE_WRITE)
+            for start in range(0, size, _POPULATED_BYTES):
+                self._map.madvise(_MADV_POPULATE_WRITE, start, min(_POPULATED_BYTES, size - start))
 
     def verify(self, header: Header) -> bool:
         """Whether the bytes still match the digest in the header."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 
 import pytest
+from durable_site import FakeLink
 
+from p2pstate.capture import SlotPair
 from p2pstate.slots import Header, Slot, digest_of
 from p2pstate.types import Part, Version
 from p2pstate.vault import Vault, VaultFull
@@ -87,3 +89,22 @@ def test_vault_gives_the_same_memory_to_a_successor_and_new_memory_when_it_must_
 def test_vault_without_memory_refuses_with_the_figures() -> None:
     with pytest.raises(VaultFull, match=r"MiB are\s+available"):
         Vault("n").allocate(Part.own(0), 0, 1 << 50)
+
+
+def test_memory_that_versions_will_take_is_there_before_they_come_and_no_version_is_lost_for_it() -> None:
+    vault = Vault("n")
+    part, size, grown = Part.own(0), 10_000, 1 << 20
+    pair = SlotPair(FakeLink(vault), part, expected_bytes=grown)  # type: ignore[arg-type]
+    fill(pair.target(size, None), b"first", Version(0, 0))
+    pair.prepare(size)
+    slots = {record.slot: vault.open(record.slot) for record in vault.records()}
+    assert len(slots) == 2
+    resident = [os.fstat(fd).st_blocks * 512 for fd in slots.values() if fd is not None]
+    assert min(resident) >= grown
+    second = fill(pair.target(grown, Version(0, 0)), b"second", Version(0, 1))
+    assert {record.slot for record in vault.records()} == slots.keys(), "it fits into what was there"
+    assert [os.fstat(fd).st_blocks * 512 for fd in slots.values() if fd is not None] == resident
+    pair.prepare(2 * grown)
+    assert {record.version for record in vault.records()} == {Version(0, 0), second.version}, (
+        "though both are too small"
+    )
