@@ -2,8 +2,9 @@
 
 In: sizes of the state, how often, a folder on the storage to measure. Out, per size, for DDP and for FSDP2 on two nodes
 of one rank, everything in one run and in turns: seconds that training stands still for one save (of ours: what the
-steps with a save take longer than the others), seconds until it is on disk, GB/s of reading it back. The last line is
-one JSON object. Exit code 1 when a run failed.
+steps with a save take longer than the others; also in seconds of the processor, which other work on the machine
+distorts less), seconds until it is on disk while training goes on, GB/s of reading it back. The last line is one JSON
+object. Exit code 1 when a run failed.
 """
 
 import argparse
@@ -25,6 +26,7 @@ BYTES_PER_PARAMETER = 12  # float32: the parameter and Adam's two averages
 LIMIT_S = 1800.0
 KEYS = (
     "stall_s",
+    "stall_cpu_s",
     "dcp_save_s",
     "dcp_async_thread_s",
     "dcp_async_process_s",
@@ -53,8 +55,8 @@ def measure(form: str, num_bytes: int, args: argparse.Namespace, folder: Path) -
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[48, 192], help="of state, all ranks together")
-    parser.add_argument("--rounds", type=int, default=5, help="saves of each kind")
+    parser.add_argument("--megabytes", type=int, nargs="+", default=[24, 96], help="of state, all ranks together")
+    parser.add_argument("--rounds", type=int, default=4, help="saves of each kind")
     parser.add_argument("--folder", type=Path, help="on the storage to measure (default: a temporary folder)")
     args = parser.parse_args()
     root = Path(tempfile.mkdtemp(prefix="p2pstate-durable-", dir=args.folder))

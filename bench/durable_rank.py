@@ -2,7 +2,7 @@
 
 Arguments: parallelism, number of parameters, rounds, file for the result, folder for checkpoints. Rank 0 writes the
 medians of rank 0. Ours saves in the middle of a protected loop; the others are called after a step outside of any loop,
-where p2pstate does nothing but forward collectives.
+where p2pstate does nothing but forward collectives. What is saved in the background is saved while training goes on.
 """
 
 import json
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from overhead_model import build
+from overhead_model import Job, build
 from overhead_saves import DcpSave, TorchSave, savers, stock_gloo_group
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
@@ -50,6 +50,9 @@ class AsyncProcess:
             async_checkpointer_type=AsyncCheckpointerType.PROCESS,
         )
 
+    def is_done(self) -> bool:
+        return bool((self._saving if hasattr(self._saving, "done") else self._saving.upload_completion).done())
+
     def finish(self) -> None:
         saving, self._saving = self._saving, None
         (saving if hasattr(saving, "result") else saving.upload_completion).result(DEADLINE_S)
@@ -78,12 +81,13 @@ def main() -> None:
     stalls: dict[str, list[float]] = {name: [] for name in kinds}
     durable: dict[str, list[float]] = {name: [] for name in kinds}
     stall_s: list[float] = []
+    stall_cpu_s: list[float] = []  # seconds of the processor, of the training thread
+    agreeing = stock_gloo_group(DEADLINE_S)
     for number in range(num_rounds + 1):  # the first one makes folders, plans and memory come to exist
-        seconds = protected_window(state, job)
-        usual_s = statistics.median(s for at, s in seconds.items() if at % EVERY not in (1, 2))
-        with_save = [s for at, s in seconds.items() if at % EVERY in (1, 2)]  # captured aside; the reserve written to
+        wall, processor = protected_window(state, job)
         if number:
-            stall_s.append(sum(with_save) - usual_s * len(with_save))
+            stall_s.append(added_by_save(wall))
+            stall_cpu_s.append(added_by_save(processor))
         for name, saver in kinds.items():
             for _ in range(NUM_STEPS_BETWEEN):
                 job.train_step(next(batches))
@@ -91,6 +95,8 @@ def main() -> None:
             saver.save()
             stalled = time.monotonic()
             if not isinstance(saver, TorchSave | DcpSave):
+                while not all_say(saver.is_done(), agreeing):
+                    job.train_step(next(batches))
                 saver.finish()
             if number:
                 stalls[name].append(stalled - began)
@@ -111,6 +117,7 @@ def main() -> None:
         found = {
             "state_bytes": newest.manifest.num_bytes,
             "stall_s": statistics.median(stall_s),
+            "stall_cpu_s": statistics.median(stall_cpu_s),
             **medians,
             "durable_s": statistics.median(list(state.stats.saved_s)[2:]),
             "dcp_async_durable_s": statistics.median(durable["dcp_async_thread_s"]),
@@ -124,15 +131,33 @@ def main() -> None:
         shutil.rmtree(scratch / "others", ignore_errors=True)
 
 
-def protected_window(state: Any, job: Any) -> dict[int, float]:
-    """Seconds of each step of one loop, by step; without the first, which waits for nothing."""
-    seconds: dict[int, float] = {}
-    last = time.monotonic()
+def protected_window(state: Any, job: Job) -> tuple[dict[int, float], dict[int, float]]:
+    """Seconds of each step of one loop, by step, and the processor's of this thread; without the first, which waits for
+    nothing."""
+    wall: dict[int, float] = {}
+    processor: dict[int, float] = {}
+    last, last_cpu = time.monotonic(), time.thread_time()
     for step, _ in state.run(job.train_step, steps=state.committed_step + WINDOW):
-        now = time.monotonic()
-        seconds[step], last = now - last, now
-    seconds.pop(min(seconds))
-    return seconds
+        now, now_cpu = time.monotonic(), time.thread_time()
+        wall[step], last = now - last, now
+        processor[step], last_cpu = now_cpu - last_cpu, now_cpu
+    first = min(wall)
+    del wall[first], processor[first]
+    return wall, processor
+
+
+def added_by_save(seconds: dict[int, float]) -> float:
+    """What the steps of a save take longer than others: the one captured aside, and the first into its reserve."""
+    usual = statistics.median(s for at, s in seconds.items() if at % EVERY not in (1, 2))
+    with_save = [s for at, s in seconds.items() if at % EVERY in (1, 2)]
+    return sum(with_save) - usual * len(with_save)
+
+
+def all_say(what: bool, group: dist.ProcessGroup) -> bool:
+    """Whether all ranks say so: they train equally many steps."""
+    answer = torch.tensor(int(what))
+    dist.all_reduce(answer, dist.ReduceOp.MIN, group)
+    return bool(answer)
 
 
 def made(folder: Path) -> Path:

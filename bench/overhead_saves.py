@@ -82,6 +82,10 @@ class DcpAsyncSave:
         )
         self._saving = started if isinstance(started, Future) else started.upload_completion
 
+    def is_done(self) -> bool:
+        """Whether what is being written is there."""
+        return self._saving is None or self._saving.done()
+
     def finish(self) -> None:
         saving, self._saving = self._saving, None
         if saving is not None:
