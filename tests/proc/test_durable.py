@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -101,20 +102,39 @@ def test_rank_and_its_buddy_lost_at_once_come_back_from_disk(
     assert_identical(run, tmp_path / "out", expected)
 
 
+def wait_reported(run: Run, kind: str, text: str = "") -> int:
+    """Until both nodes have reported it; of which step the later one did."""
+    nodes: set[str] = set()
+    step = 0
+    while nodes != {"node0", "node1"}:
+        event = run.wait_for(f"{kind} ({text})", lambda e: e["event"] == kind and text in e.get("error", ""))
+        nodes.add(event["node"])
+        step = event["step"]
+    return step
+
+
+def mount(*arguments: str) -> None:
+    """Again while a file is being written."""
+    deadline = time.monotonic() + DEADLINE_S
+    while True:
+        done = subprocess.run(["mount", *arguments], check=False, capture_output=True, text=True, timeout=DEADLINE_S)
+        if done.returncode == 0:
+            return
+        if "busy" not in done.stderr or time.monotonic() > deadline:
+            raise OSError(done.stderr.strip())
+        time.sleep(0.02)
+
+
 def test_storage_that_fails_is_reported_everywhere_and_never_stops_training(
     start: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """Gone, while a rank dies, then back; then a writer that hangs and is killed in the middle of a save."""
+    """Gone while a rank dies; a writer that hangs and is killed in the middle of a save; full; read-only."""
     run = start("--steps", "100000")
     root, away = tmp_path / "ck", tmp_path / "away"
     wait_saved(run, 6)
     root.rename(away)
     root.write_text("no directory any more")
-    reported: dict[str, dict[str, Any]] = {}
-    while set(reported) != {"node0", "node1"}:
-        event = run.wait_for("report", lambda e: e["event"] == "save_failed")
-        reported[event["node"]] = event
-    assert all("storage" in event["error"] for event in reported.values())
+    wait_reported(run, "save_failed", "storage")
     run.cluster.kill_process([e["pid"] for e in run.all("worker_started") if e["rank"] == 1][-1])
     recovered = run.wait_for("recovery", lambda e: e["event"] == "recovery" and e["rank"] == 1)
     assert recovered["source"] == "own vault", "memory does not depend on disk"
@@ -125,14 +145,20 @@ def test_storage_that_fails_is_reported_everywhere_and_never_stops_training(
 
     pid = [event["pid"] for event in run.all("writer_started") if event["node"] == "node1"][-1]
     os.kill(pid, signal.SIGSTOP)
-    late: dict[str, dict[str, Any]] = {}
-    while set(late) != {"node0", "node1"}:  # training goes on to where the next save is due
-        event = run.wait_for("report", lambda e: e["event"] == "save_late")
-        late[event["node"]] = event
+    wait_reported(run, "save_late")  # training goes on to where the next save is due
     os.kill(pid, signal.SIGKILL)
-    failed = run.wait_for("report", lambda e: e["event"] == "save_failed" and e["node"] == "node0")
-    assert "SIGKILL" in failed["error"]
-    wait_saved(run, failed["step"] + 1)
+    wait_saved(run, wait_reported(run, "save_failed", "SIGKILL") + 1)
+    try:
+        mount("-t", "tmpfs", "-o", "size=64k", "none", str(root))
+    except OSError as error:
+        pytest.skip(f"a file system that is really full, or read-only, cannot be mounted here: {error}")
+    try:
+        wait_reported(run, "save_failed", "No space left")
+        mount("-o", "remount,ro", str(root))
+        failed = wait_reported(run, "save_failed", "Read-only")
+    finally:
+        subprocess.run(["umount", "--lazy", str(root)], check=True)
+    wait_saved(run, failed + 1)
     assert len(run.all("recovery")) == num_recoveries, "storage is no reason to stop"
 
 
@@ -146,13 +172,9 @@ def test_object_storage_that_fails_costs_saves_and_has_the_newest_version_after_
     first = start(*places, "--pace", "0.1")
     wait_saved(first, 6)
     fault.write_text("gone")
-    nodes = set()
-    while nodes != {"node0", "node1"}:
-        event = first.wait_for("report", lambda e: e["event"] == "save_failed")
-        assert f"{url}: Refused" in event["error"]
-        nodes.add(event["node"])
+    failed = wait_reported(first, "save_failed", f"{url}: Refused")
     fault.write_text("slow 0.1")
-    wait_saved(first, event["step"] + 1)
+    wait_saved(first, failed + 1)
     for node in first.cluster.running():
         node.process.send_signal(signal.SIGTERM)
     assert set(first.end().values()) <= {128 + signal.SIGTERM, 75}

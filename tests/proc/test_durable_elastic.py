@@ -59,8 +59,8 @@ def test_run_goes_on_with_fewer_nodes_and_with_more_when_one_comes_back(
 
     seen = {}
     for path in tmp_path.glob(f"{3 if grows else 2}-*.pt"):  # of the last ranks, from the step on that they resumed
-        for step, indices in torch.load(path)["seen"].items():
-            seen.setdefault(step, []).extend(indices)
+        for step, samples in torch.load(path)["seen"].items():
+            seen.setdefault(step, []).extend(index for index, _ in samples)
     order = Shuffled(NUM_SAMPLES, seed=1).draw(0, np.arange(num_steps * GLOBAL_BATCH))[0].tolist()
     assert max(seen) == num_steps
     for step, indices in seen.items():

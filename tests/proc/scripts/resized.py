@@ -26,11 +26,19 @@ GLOBAL_BATCH = 12
 
 
 class Numbers(torch.utils.data.Dataset):
+    """Index, features, and what an augmentation draws."""
+
     def __len__(self) -> int:
         return NUM_SAMPLES
 
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, float]:
+        return index, torch.randn(WIDTH, generator=torch.Generator().manual_seed(index)), torch.rand(()).item()
+
+
+def loader_of(rank: int, num_ranks: int) -> Loader:
+    """The global batch is the same for any number of ranks."""
+    sampler = Sampler(Shuffled(NUM_SAMPLES, seed=1), GLOBAL_BATCH // num_ranks, rank=rank, num_ranks=num_ranks)
+    return Loader(Numbers(), batch_sampler=sampler, num_workers=0, epochs=2)
 
 
 def main() -> None:
@@ -41,8 +49,7 @@ def main() -> None:
     model: nn.Module = nn.Sequential(nn.Linear(WIDTH, 5), nn.BatchNorm1d(5), nn.Linear(5, 3))
     net = distributed(form, model)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
-    sampler = Sampler(Shuffled(NUM_SAMPLES, seed=1), GLOBAL_BATCH // num_ranks, rank=rank, num_ranks=num_ranks)
-    loader = Loader(Numbers(), batch_sampler=sampler, num_workers=0, epochs=2)
+    loader = loader_of(rank, num_ranks)
     torch.manual_seed(100 + rank)
     state = p2pstate.Replicator(net, optimizer, data=loader, checkpoint=folder / "ck", checkpoint_every=1000)
 
@@ -55,15 +62,15 @@ def main() -> None:
 
     begins: dict[str, torch.Tensor] = {}
 
-    def train_step(batch: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
+    def train_step(batch: list[torch.Tensor]) -> list[tuple[int, float]]:
         if not state.rehearsing and not begins and optimizer.state:
             begins.update(holds())
-        indices, inputs = batch
-        loss = net(inputs + 0.01 * torch.rand(())).pow(2).mean()
+        indices, inputs, drawn = batch
+        loss = net(inputs + drawn[:, None].float() + 0.01 * torch.rand(())).pow(2).mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        return indices.tolist()
+        return list(zip(indices.tolist(), drawn.tolist(), strict=True))
 
     seen = {}
     for step, indices in state.run(train_step, steps=steps):
