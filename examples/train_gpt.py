@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -55,9 +56,10 @@ def build_model(args: argparse.Namespace, device: torch.device) -> tuple[GPT, nn
     model = GPT(config).to(device)
     if args.ddp:
         return model, nn.parallel.DistributedDataParallel(model)
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))  # by default on a card, wherever the model is
     for block in model.blocks:
-        fully_shard(block)
-    return model, fully_shard(model)
+        fully_shard(block, mesh=mesh)
+    return model, fully_shard(model, mesh=mesh)
 
 
 def build_optimizer(model: nn.Module, steps: int) -> tuple[torch.optim.Optimizer, LambdaLR]:
