@@ -263,6 +263,8 @@ class Protection:
 
     def wait_a_little(self, step_s: float) -> None:
         """Give the version of the step before a little time to arrive, so that the next one need not be skipped."""
+        if self._on_card is not None:
+            self._on_card.wait_while_busy(self._shipper.wait)  # this step goes on there meanwhile
         arrived = self._shipper.wait(0)
         self.stats.num_in_time += arrived and self._captured_since_vote
         if self._captured_since_vote:

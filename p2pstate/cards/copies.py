@@ -22,6 +22,7 @@ from p2pstate.slots import Slot
 __all__ = ["CardCopies"]
 
 PATIENCE_S = 600.0  # what is waited for waits for all that was queued before it
+BUSY_POLL_S = 0.001  # the card is without work for about so long afterwards
 MAX_NAMES = 20  # of leaves, in a message
 
 
@@ -61,6 +62,13 @@ class CardCopies:
         wait_on_host(self._card.mark_training().query, lambda: self._status.error is not None, PATIENCE_S)
         self._watch.look()
         return self._status.error is None
+
+    def wait_while_busy(self, has_come: Callable[[float], bool]) -> None:
+        """Have the host wait for something while the card has work of training anyway. ``has_come`` waits for it for so
+        many seconds, and tells."""
+        busy = self._card.mark_training()
+        while not busy.query() and self._status.error is None and not has_come(BUSY_POLL_S):
+            pass
 
     def fence(self) -> None:
         """From here on the state may change: training waits on the card until what changes has been read."""

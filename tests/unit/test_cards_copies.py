@@ -121,3 +121,23 @@ def test_parameter_that_changes_too_soon_discards_the_step_by_name_and_once() ->
     rank.tensor.add_(1)
     rank.copies.fence()
     assert rank.status.error is None
+
+
+def test_host_waits_for_a_version_as_long_as_the_card_is_busy_and_no_longer() -> None:
+    rank = Rank()
+    asked: list[float] = []
+
+    def has_come(seconds: float) -> bool:
+        asked.append(seconds)
+        if len(asked) == 3:
+            rank.card.run()
+        return False
+
+    rank.capture()
+    rank.copies.wait_while_busy(has_come)
+    assert len(asked) == 3
+    rank.copies.wait_while_busy(has_come)
+    assert len(asked) == 3, "the host waited although the card had nothing to do"
+    rank.capture()
+    rank.copies.wait_while_busy(lambda seconds: True)
+    assert not rank.card.mark().query()
