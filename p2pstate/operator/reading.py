@@ -137,7 +137,7 @@ def read_host(node: Mapping[str, Any]) -> Host:
 
 
 def read_page(page: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The page of a run (observe.page.merge), which comes from a pod and is not to be trusted; None if it is none."""
+    """The page of a run (observe.whole.merge), which comes from a pod and is not to be trusted; None if it is none."""
     try:
         _from_page(page)
         told = [*page["waiting"], *page["weaknesses"], *(node["name"] + node["part"] for node in page["nodes"])]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -11,11 +12,13 @@ from typing import Any
 
 import pytest
 from kubernetes_models import check
+from test_observe_page import answer
 
 from p2pstate.cli import _parser
+from p2pstate.observe.whole import merge
 from p2pstate.operator import objects
 from p2pstate.operator.decide import pod_name
-from p2pstate.operator.reading import merge_patch, read_pod, read_record, read_spec, status_of
+from p2pstate.operator.reading import merge_patch, read_page, read_pod, read_record, read_spec, status_of
 from p2pstate.operator.types import Attempt, Failure, Observed, Phase, Quarantined, Record, Spec
 
 yaml = pytest.importorskip("yaml")
@@ -147,6 +150,16 @@ def test_status_is_read_back_as_it_was_written() -> None:
     status = status_of(SPEC, record, Observed(1_800_000_200.0), {})
     assert read_record({"status": status}) == record
     assert read_record({"status": status_of(SPEC, Record(), Observed(0.0), {})}) == Record()
+
+
+def test_page_that_nodes_serve_becomes_the_status() -> None:
+    """From the same answers that the page's own tests put together."""
+    page = read_page(json.loads(json.dumps(merge({"n0": answer(), "n1": answer("n1", ranks=[])}))))
+    assert page is not None
+    status = status_of(SPEC, Record(), Observed(1_800_000_200.0, page=page), {})
+    assert (status["step"], status["protectedStep"]) == (30, 29)
+    assert 0 < float(status["goodput"]) <= 1
+    assert (status["lastIncident"]["cause"], status["lastIncident"]["source"]) == ("process", "own vault")
 
 
 @pytest.mark.parametrize(
