@@ -224,7 +224,7 @@ class Core:
                     self._out.send(message.member, self._sync(reply=False))
                 return
             case JoinRefused():
-                self._out.put(Waiting(f"{envelope.sender.name} refuses this node: {message.reason}"))
+                self._joining.refused(envelope.sender.name, message.reason)
                 return
             case Sync():
                 self._on_sync(message, envelope, now)

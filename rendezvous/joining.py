@@ -33,11 +33,17 @@ class Joining:
         self._started_s = self._next_s = now
         self._interval_s = timing.probe_interval_s
         self._introduced_s: dict[str, float] = {}
+        self._is_refused = False
 
     def read(self, contacts: Contacts, now: float) -> None:
         """The contact list as it reads now."""
         self._contacts = contacts
         self._next_s = now
+
+    def refused(self, by: str, reason: str) -> None:
+        """A contact did answer."""
+        self._is_refused = True
+        self._out.put(Waiting(f"{by} refuses this node: {reason}"))
 
     def tick(self, now: float) -> None:
         """Introduce this node to every contact that is no known live member."""
@@ -52,7 +58,8 @@ class Joining:
         if not alone:
             self._interval_s = min(2 * self._interval_s, self._timing.failure_s)
         self._next_s = now + self._interval_s
-        if alone and (missing or self._contacts.problems) and now - self._started_s > self._timing.failure_s:
+        late = now - self._started_s > self._timing.failure_s
+        if alone and late and not self._is_refused and (missing or self._contacts.problems):
             listed = ", ".join((*missing, *self._contacts.problems))
             self._out.put(Waiting(f"no contact answers ({listed}): waiting for one; check addresses and firewalls"))
 

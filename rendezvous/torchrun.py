@@ -129,9 +129,8 @@ class AgentProcess:
                 if newest is not None and newest.place is None:
                     until_s = time.monotonic() + timeout_s
                 elif time.monotonic() >= until_s:
-                    raise RendezvousTimeoutError(
-                        f"no view within {timeout_s:g} s (--rdzv-conf timeout=S): {self._waiting or 'no node answered'}"
-                    )
+                    why = self._waiting or "no node answered"
+                    raise RendezvousTimeoutError(f"no view within {timeout_s:.0f} s (--rdzv-conf timeout=S): {why}")
                 self._changed.wait(0.5)
         return None
 

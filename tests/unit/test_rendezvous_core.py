@@ -177,10 +177,13 @@ def test_own_name_is_refused_to_others() -> None:
     assert len(sent(effects, JoinRefused)) == 1
 
 
-def test_refused_node_says_why_it_waits() -> None:
+def test_refused_node_says_why_it_waits_and_not_that_nobody_answers() -> None:
     bench = Bench()
+    bench.step(events.Contacts((member("b").address,)))
     effects = bench.hear(member("b"), JoinRefused("the name is taken"))
     assert Waiting("b refuses this node: the name is taken") in effects
+    later = [e.reason for t in range(20) for e in bench.step(events.Tick(), t / 2) if isinstance(e, Waiting)]
+    assert not any(reason.startswith("no contact answers") for reason in later)
 
 
 def test_member_that_is_out_is_told_so_and_given_the_newest_view() -> None:
