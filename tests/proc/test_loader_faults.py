@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -21,6 +22,7 @@ from outcome import compare, read_positions
 DEADLINE_S = 150.0  # only a hang takes this long
 SCRIPT = str(Path(__file__).resolve().parent / "scripts" / "loader_epochs.py")
 STEPS_PER_EPOCH, NUM_EPOCHS = 6, 3  # of two ranks
+GLOBAL_BATCH = 4  # as in the script
 
 
 def start(folder: Path, out: Path, environ: dict[str, str], kills: Sequence[str], workers: int) -> Cluster:
@@ -28,6 +30,55 @@ def start(folder: Path, out: Path, environ: dict[str, str], kills: Sequence[str]
     return Cluster(
         folder, [SCRIPT, *arguments], num_training=2, num_spares=int(bool(kills)), num_workers=1, environ=environ
     )
+
+
+def samples_by_step(out: Path, num_ranks: int) -> dict[int, dict[int, list[int]]]:
+    """Step -> index -> the bits of what its augmentation drew, of all ranks; of the last time it was delivered."""
+    found: dict[int, dict[int, list[int]]] = {}
+    size = GLOBAL_BATCH // num_ranks
+    for rank in range(num_ranks):
+        for line in read_positions(out, rank)[0]:
+            if "step" in line:
+                indices, bits = line["positions"][:size], line["positions"][size:]
+                of_step = {index: bits[at * 4 : at * 4 + 4] for at, index in enumerate(indices)}
+                found.setdefault(line["step"], {}).update(of_step)
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1, 4])
+def test_run_killed_as_a_whole_goes_on_from_disk_with_the_unfaulted_sequence_on_the_same_and_on_fewer_ranks(
+    workers: int, tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    def begin(name: str, out: Path, num_ranks: int, *options: str) -> Cluster:
+        script = [SCRIPT, "--out", str(out), "--workers", str(workers), *options]
+        sizes = {"num_training": num_ranks, "num_spares": 0, "num_workers": 1}
+        return Cluster(tmp_path / name, script, **sizes, environ=fork_server)
+
+    def end(cluster: Cluster) -> None:
+        with cluster:
+            for node in cluster.nodes.values():
+                node.process.wait(DEADLINE_S)
+            assert set(cluster.exit_codes().values()) == {0}, cluster.log_tails()
+
+    undisturbed, out, fewer = tmp_path / "undisturbed", tmp_path / "out", tmp_path / "fewer"
+    end(begin("a", undisturbed, 2))
+    folder = tmp_path / "ck"
+    with begin("b", out, 2, "--checkpoint", str(folder), "--pace", "0.2") as first:
+        deadline = time.monotonic() + DEADLINE_S
+        while not any(e["event"] == "saved" and e["step"] > STEPS_PER_EPOCH for e in first.events.new()):
+            assert time.monotonic() < deadline, first.log_tails()
+            time.sleep(0.02)
+        for name in first.nodes:
+            first.kill_node(name)
+    shutil.copytree(folder, tmp_path / "copy")
+    end(begin("c", out, 2, "--checkpoint", str(folder)))
+    comparison = compare(out, undisturbed, 2)
+    assert comparison.identical, "\n".join(comparison.differences)
+    end(begin("d", fewer, 1, "--checkpoint", str(tmp_path / "copy")))
+    expected, found = samples_by_step(undisturbed, 2), samples_by_step(fewer, 1)
+    assert 0 < len(found) < len(expected) == STEPS_PER_EPOCH * NUM_EPOCHS
+    assert found == {step: expected[step] for step in found}
 
 
 def run_script(arguments: list[str]) -> None:

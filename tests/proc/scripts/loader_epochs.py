@@ -1,6 +1,7 @@
 """Several epochs of augmented samples with p2pstate.data.Loader. Run under p2prun, or alone, saving for itself.
 
-In: ``--out FOLDER --workers N [--kill STEP:RANK:WHAT ...]``, WHAT being rank, node or worker (of the rank's loader).
+In: ``--out FOLDER --workers N [--checkpoint FOLDER] [--kill STEP:RANK:WHAT ...]``, WHAT being rank, node or worker (of
+the rank's loader).
 Out, in the folder: what examples/outcome.py compares; positions are the indices of the samples and the bits of what
 their augmentation drew. Each kill happens once: a marker file says so. The step writes over its batch when it is done.
 
@@ -16,6 +17,7 @@ import random
 import signal
 import struct
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,9 @@ import p2pstate
 from outcome import Recorder, save_final_state
 from p2pstate.data import Loader, Sampler, Shuffled
 
-NUM_SAMPLES, BATCH, EPOCHS = 23, 2, 3
+NUM_SAMPLES, GLOBAL_BATCH, EPOCHS = 23, 4, 3
+BATCH_ALONE = 2
+CHECKPOINT_EVERY = 2
 
 
 class Augmented(torch.utils.data.Dataset[Any]):
@@ -68,11 +72,13 @@ class Kills:
                 os.kill(pid, signal.SIGKILL)
 
 
-def build(options: argparse.Namespace, rank: int, num_ranks: int) -> tuple[nn.Module, torch.optim.Optimizer, Loader]:
+def build(
+    options: argparse.Namespace, rank: int, num_ranks: int, batch_size: int
+) -> tuple[nn.Module, torch.optim.Optimizer, Loader]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    sampler = Sampler(Shuffled(NUM_SAMPLES, seed=7), BATCH, rank=rank, num_ranks=num_ranks, tail="pad")
+    sampler = Sampler(Shuffled(NUM_SAMPLES, seed=7), batch_size, rank=rank, num_ranks=num_ranks, tail="pad")
     loader = Loader(Augmented(), batch_sampler=sampler, num_workers=options.workers, seed=7, epochs=EPOCHS)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(rank)
@@ -82,10 +88,13 @@ def build(options: argparse.Namespace, rank: int, num_ranks: int) -> tuple[nn.Mo
 def replicated(options: argparse.Namespace) -> None:
     p2pstate.init_process_group()
     rank = dist.get_rank()
-    model, optimizer, loader = build(options, rank, dist.get_world_size())
+    num_ranks = dist.get_world_size()
+    model, optimizer, loader = build(options, rank, num_ranks, GLOBAL_BATCH // num_ranks)
     net = DistributedDataParallel(model)
     record, kills = Recorder(options.out, rank), Kills(options.out, rank, loader, options.kill)
-    state = p2pstate.Replicator(net, optimizer, data=loader)
+    state = p2pstate.Replicator(
+        net, optimizer, data=loader, checkpoint=options.checkpoint, checkpoint_every=CHECKPOINT_EVERY
+    )
 
     def train_step(batch: list[torch.Tensor]) -> torch.Tensor:
         step = state.committed_step + 1
@@ -103,11 +112,12 @@ def replicated(options: argparse.Namespace) -> None:
 
     for step, loss in state.run(train_step):
         record.committed(step, loss.item())
+        time.sleep(options.pace)
     save_final_state(options.out, rank, model, optimizer, loader)
 
 
 def alone(options: argparse.Namespace) -> None:
-    model, optimizer, loader = build(options, 0, 1)
+    model, optimizer, loader = build(options, 0, 1, BATCH_ALONE)
     record, kills = Recorder(options.out, 0), Kills(options.out, 0, loader, options.kill)
     saved, step = options.out / "saved.pt", 0
     if saved.exists():
@@ -136,6 +146,8 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--checkpoint", type=Path)
+    parser.add_argument("--pace", type=float, default=0.0, metavar="SECONDS", help="of rest after each step")
     parser.add_argument("--kill", action="append", default=[], metavar="STEP:RANK:WHAT")
     parser.add_argument("--alone", action="store_true")
     options = parser.parse_args()
