@@ -8,6 +8,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from p2pstate.observe.incidents import longest
+
 Event = dict[str, Any]
 STEPS_PER_LINE = 5
 
@@ -54,11 +56,10 @@ class Failure:
 
     @property
     def phases(self) -> dict[str, float]:
-        """The longest that any rank spent in each phase, in the order of the first rank's phases."""
+        """The longest that any rank spent in each phase, in order."""
         phases: dict[str, float] = {}
         for event in self.recoveries.values():
-            for name, seconds in event["phases"].items():
-                phases[name] = max(phases.get(name, 0.0), float(seconds))
+            phases = longest(phases, event["phases"])
         return phases
 
 

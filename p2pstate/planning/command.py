@@ -10,12 +10,15 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from p2pstate.planning import units
 from p2pstate.planning.formulas import mtbf_of_yearly_rate_s
 from p2pstate.planning.inputs import STORAGE, Inputs
 from p2pstate.planning.units import bytes_text, duration_text
+
+if TYPE_CHECKING:
+    from p2pstate.planning.plan import Plan
 
 __all__ = ["add_command", "run_command"]
 
@@ -129,7 +132,7 @@ def add_command(commands: Any) -> None:
     output = plan.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
     output.add_argument("--plot", metavar="FILE", help="also draw a picture: .png, .svg or .pdf (needs matplotlib)")
-    output.add_argument("--seed", type=int, default=0, help="of the simulation (default: 0)")
+    add(output, "--seed", _whole, "N", "of the simulation (default: 0)", default=0)
 
 
 _FIELDS = {  # option -> field of Inputs
@@ -162,7 +165,6 @@ _FIELDS = {  # option -> field of Inputs
 def run_command(options: argparse.Namespace) -> int:
     # Here, so that other commands start without NumPy.
     from p2pstate.planning.plan import DEFAULT_HORIZONS_S, make_plan
-    from p2pstate.planning.plot import save_plot
     from p2pstate.planning.text import as_json, as_text
 
     try:
@@ -171,12 +173,24 @@ def run_command(options: argparse.Namespace) -> int:
         inputs = Inputs(num_gpus=options.gpus, **fields)
         plan = make_plan(inputs, sorted({*DEFAULT_HORIZONS_S, *(options.within or [])}), seed=options.seed)
         if options.plot:
-            save_plot(plan, options.plot)
+            _save_plot(plan, options.plot)
     except (ValueError, OSError) as error:
         print(f"p2pstate plan: {_in_options(str(error))}", file=sys.stderr)
         return 2
     print(json.dumps(as_json(plan), indent=2) if options.json else as_text(plan))
     return 0
+
+
+def _save_plot(plan: Plan, path: str) -> None:
+    """Raises ValueError, which names the option."""
+    from p2pstate.planning.plot import save_plot
+
+    try:
+        save_plot(plan, path)
+    except OSError as error:
+        raise ValueError(f"--plot {path} cannot be written: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ValueError(f"--plot {path}: {error}") from error
 
 
 def _rates(options: argparse.Namespace) -> dict[str, Any]:
