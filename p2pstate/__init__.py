@@ -110,6 +110,8 @@ Layout, from the top down (a file imports only what stands above it):
     hooks.py                what all ranks do between steps
     protection.py           what is captured when, and kept
     resume.py               a checkpoint -> the live state
+    joined.py               how the joining of a round ends
+    recover_disk.py         a round that resumes a checkpoint
     recover.py              a round -> the same version everywhere
     rounds.py               from one round to the next
     block.py                one block, as the user sees it

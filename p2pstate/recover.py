@@ -11,25 +11,21 @@ this round; the process's collectives go on echoing until the caller connects th
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import astuple, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgpack
 import torch
 from torch._C._distributed_c10d import Store
-from torch.distributed import DistStoreError, ReduceOp
 
 from p2pstate.capture import read_image
-from p2pstate.errors import ConfigError, NotFinite, P2PStateError, Retryable
+from p2pstate.errors import ConfigError, Retryable
 from p2pstate.groups.registry import Registry
-from p2pstate.groups.status import STATUS
 from p2pstate.groups.transport import Incoming, Outgoing, Payload
-from p2pstate.groups.waiting import call, wait_collective
-from p2pstate.observe.meter import METER
+from p2pstate.groups.waiting import call
+from p2pstate.joined import Joined, LostError, MustStartOver, Phases, all_done
 from p2pstate.plan_recovery import (
     Fetch,
     Lineage,
@@ -38,8 +34,8 @@ from p2pstate.plan_recovery import (
     StartOver,
     StateLost,
     plan_recovery,
-    why_unsettled,
 )
+from p2pstate.recover_disk import DiskRecovery
 from p2pstate.resume import Disk
 from p2pstate.settings import Asked
 from p2pstate.slots import Slot, digest_of
@@ -48,59 +44,7 @@ from p2pstate.trace import Row
 from p2pstate.types import RoundInfo, SlotRecord, Start, Version
 from p2pstate.worker.link import Link
 
-if TYPE_CHECKING:
-    from p2pstate.durable.catalog import Found
-    from p2pstate.durable.resume import Resolved
-
-__all__ = ["ROUND_FAILED", "Joined", "LostError", "MustStartOver", "Phases", "join"]
-
-ROUND_FAILED = (Retryable, DistStoreError, RuntimeError)  # what join raises when another round has to be joined
-
-
-class LostError(P2PStateError):
-    """The plan says that some part of the state is gone."""
-
-
-class MustStartOver(Retryable):
-    """The plan says that all workers have to begin again."""
-
-    def __init__(self, decision: StartOver) -> None:
-        super().__init__(decision.reason)
-        self.decision = decision
-
-
-@dataclass(slots=True)
-class Phases:
-    """Seconds spent in each phase of one recovery, in order."""
-
-    seconds: dict[str, float] = field(default_factory=dict)
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        began = time.monotonic()
-        try:
-            with METER.inside("recovery." + name):
-                yield
-        finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """``keep``: the version whose slots stay until the resumed state is protected; ``source``: survivor, own vault,
-    replicas, buddy or disk; ``num_bytes``: what came over the network."""
-
-    version: Version
-    keep: Version
-    steps_lost: int
-    source: str
-    num_bytes: int
-    reason: str
-    end_step: int | None  # all ranks end here, because the data of one did
-    lean: bool = False
-    sizes_of_all: list[tuple[int, int]] = field(default_factory=list)  # see Asked
-    replicas: list[Any] = field(default_factory=list)  # of each survivor
-    num_batches: int = 0  # that must be behind all ranks: what comes before is not trained with again
+__all__ = ["join"]
 
 
 def join(
@@ -136,10 +80,11 @@ def join(
     with phases.phase("groups"), row.inside("connect"):
         if not connected:
             registry.attach(call(lambda: registry.build(info.epoch), is_over, "connecting"))
-    spoilt = max(reports.values(), key=lambda each: each.spoilt_step)
-    if spoilt.spoilt_step:
-        assert disk is not None, "settings that ask for it name a directory"
-        back = _behind(spoilt, asked.settings.nan_rollback, disk, store, info, registry, state, reports, phases)
+    on_disk = None if disk is None else DiskRecovery(disk, store, info, registry, state, reports, phases)
+    spoilt_step = max(each.spoilt_step for each in reports.values())
+    if spoilt_step:
+        assert on_disk is not None, "settings that ask for it name a directory"
+        back = on_disk.behind(spoilt_step, asked.settings.nan_rollback)
         return replace(back, lean=lean, sizes_of_all=sizes_of_all, replicas=replicas)
     slots = _LocalSlots(link)
     ended_at = min((each.ended_at for each in reports.values() if each.ended_at >= 0), default=None)
@@ -147,9 +92,9 @@ def join(
         with row.inside("plan"):
             plan = _agree(store, info, link, report.rank, reports, asked.settings.copies - lean, slots, phases)
     except (LostError, MustStartOver) as error:
-        if disk is None or (isinstance(error, MustStartOver) and error.decision.start != Start.FRESH):
+        if on_disk is None or (isinstance(error, MustStartOver) and error.decision.start != Start.FRESH):
             raise
-        joined = _from_disk(disk, store, info, registry, state, reports, error, phases, ended_at)
+        joined = on_disk.newest(error, ended_at)
         if joined is None:
             raise
         return replace(joined, sizes_of_all=sizes_of_all, replicas=replicas)
@@ -165,7 +110,7 @@ def join(
             values = values or plain
         state.restore(tensors, values)
         with row.inside("confirm"):
-            _all_done(registry, is_over)
+            all_done(registry, is_over)
     source = "own vault" if report.newcomer else "survivor"
     if any(fetch.sender is not None for fetch in mine):
         source = "buddy" if any(f.sender is not None and f.part.kind == "own" for f in mine) else "replicas"
@@ -173,81 +118,6 @@ def join(
     return Joined(
         plan.version, plan.keep, plan.steps_lost, source, pulled, plan.reason, ended_at, lean, sizes_of_all, replicas
     )
-
-
-def _from_disk(
-    disk: Disk,
-    store: Store,
-    info: RoundInfo,
-    registry: Registry,
-    state: TrainingState,
-    reports: Mapping[int, RankReport],
-    in_memory: LostError | MustStartOver,
-    phases: Phases,
-    ended_at: int | None,
-) -> Joined | None:
-    """Resume from the newest good checkpoint, all ranks from the same. None: there is none.
-
-    ``in_memory``: what the plan says of the copies in memory.
-    """
-    with phases.phase("verify"):
-        resolved = disk.resolve(store, info, str(in_memory))
-    if resolved.choice is None:
-        if isinstance(in_memory, LostError):
-            seen = "; ".join(resolved.skipped) or "there is none"
-            raise LostError(f"{in_memory}; and no checkpoint on disk can be used: {seen}") from in_memory
-        return None
-    joined = _restore_from_disk(disk, resolved, resolved.choice, info, registry, state, reports, str(in_memory), phases)
-    return replace(joined, end_step=ended_at)
-
-
-def _behind(
-    spoilt: RankReport,
-    num_back: int,
-    disk: Disk,
-    store: Store,
-    info: RoundInfo,
-    registry: Registry,
-    state: TrainingState,
-    reports: Mapping[int, RankReport],
-    phases: Phases,
-) -> Joined:
-    """Resume a checkpoint from before the step of which gradients were no numbers. Raises NotFinite: there is none."""
-    step = spoilt.spoilt_step
-    why = f"gradients of step {step} are NaN or infinite"
-    with phases.phase("verify"):
-        resolved = disk.resolve(store, info, why, before_step=step, num_back=num_back)
-    if resolved.choice is None:
-        seen = "; ".join(resolved.skipped) or "there is none yet"
-        raise NotFinite(f"{why}, and no checkpoint from before can be used: {seen}")
-    joined = _restore_from_disk(disk, resolved, resolved.choice, info, registry, state, reports, why, phases)
-    return replace(joined, num_batches=max(each.num_batches for each in reports.values() if each.spoilt_step))
-
-
-def _restore_from_disk(
-    disk: Disk,
-    resolved: Resolved,
-    choice: Found,
-    info: RoundInfo,
-    registry: Registry,
-    state: TrainingState,
-    reports: Mapping[int, RankReport],
-    why: str,
-    phases: Phases,
-) -> Joined:
-    unsettled = why_unsettled(reports)
-    if unsettled:
-        reason = f"{unsettled}: all workers start again and resume from disk at step {choice.step}"
-        raise MustStartOver(StartOver(Start.RESTART, reason))
-    with phases.phase("restore"):
-        version = disk.restore(resolved, state, info.world_size)
-        _all_done(registry, lambda: STATUS.error is not None)
-    seen_step = max([info.progress, *(report.committed_step for report in reports.values())])
-    reason = f"{why}; {choice.path} is the newest good checkpoint"
-    reason = "; ".join([reason, *(f"skipped {each}" for each in resolved.skipped)])
-    lost = max(0, seen_step - version.step)
-    assert choice.manifest is not None
-    return Joined(version, version, lost, "disk", choice.manifest.num_bytes, reason, None)
 
 
 def _meet(
@@ -418,9 +288,3 @@ class _Arrival:
 def _bytes_of(body: torch.Tensor) -> memoryview:
     """The memory of a 1-D uint8 tensor."""
     return memoryview(body.numpy())  # type: ignore[arg-type]
-
-
-def _all_done(registry: Registry, is_over: Callable[[], bool]) -> None:
-    assert registry.gate is not None
-    done = torch.ones(1, dtype=torch.int64)
-    wait_collective(registry.gate.group.allreduce([done], ReduceOp.MIN), is_over)

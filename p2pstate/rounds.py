@@ -15,10 +15,11 @@ import time
 from p2pstate.errors import NotFinite
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
+from p2pstate.joined import ROUND_FAILED, Joined, LostError, MustStartOver, Phases
 from p2pstate.observe.meter import METER
 from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
-from p2pstate.recover import ROUND_FAILED, Joined, LostError, MustStartOver, Phases, join
+from p2pstate.recover import join
 from p2pstate.resume import Disk
 from p2pstate.settings import Asked
 from p2pstate.state import LeafError, TrainingState

@@ -1,0 +1,80 @@
+"""How the joining of a round ends: joined, to be tried again, to be started over, or lost.
+
+In: what is known at the end. Out: values and exceptions that recover.py and rounds.py speak in, and the last meeting of
+all ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed import DistStoreError, ReduceOp
+
+from p2pstate.errors import P2PStateError, Retryable
+from p2pstate.groups.registry import Registry
+from p2pstate.groups.waiting import wait_collective
+from p2pstate.observe.meter import METER
+from p2pstate.plan_recovery import StartOver
+from p2pstate.types import Version
+
+__all__ = ["ROUND_FAILED", "Joined", "LostError", "MustStartOver", "Phases", "all_done"]
+
+ROUND_FAILED = (Retryable, DistStoreError, RuntimeError)  # what recover.join raises when another round has to be joined
+
+
+class LostError(P2PStateError):
+    """The plan says that some part of the state is gone."""
+
+
+class MustStartOver(Retryable):
+    """The plan says that all workers have to begin again."""
+
+    def __init__(self, decision: StartOver) -> None:
+        super().__init__(decision.reason)
+        self.decision = decision
+
+
+@dataclass(slots=True)
+class Phases:
+    """Seconds spent in each phase of one recovery, in order."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            with METER.inside("recovery." + name):
+                yield
+        finally:
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """``keep``: the version whose slots stay until the resumed state is protected; ``source``: survivor, own vault,
+    replicas, buddy or disk; ``num_bytes``: what came over the network."""
+
+    version: Version
+    keep: Version
+    steps_lost: int
+    source: str
+    num_bytes: int
+    reason: str
+    end_step: int | None  # all ranks end here, because the data of one did
+    lean: bool = False
+    sizes_of_all: list[tuple[int, int]] = field(default_factory=list)  # see Asked
+    replicas: list[Any] = field(default_factory=list)  # of each survivor
+    num_batches: int = 0  # that must be behind all ranks: what comes before is not trained with again
+
+
+def all_done(registry: Registry, is_over: Callable[[], bool]) -> None:
+    """Wait until every rank has come so far."""
+    assert registry.gate is not None
+    done = torch.ones(1, dtype=torch.int64)
+    wait_collective(registry.gate.group.allreduce([done], ReduceOp.MIN), is_over)
