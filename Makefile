@@ -19,7 +19,7 @@ test: $(VENV)/ready
 	@$(BIN)/python -m pytest $(IN_PARALLEL) -m "not slow and not soak and not slurm and not trainers" $(ARGS)
 
 test-trainers: $(VENV)/trainers
-	@$(BIN)/python -m pytest -m "trainers and not slow" tests/proc/test_trainers*.py $(ARGS)
+	@$(BIN)/python -m pytest -m "trainers and not slow" tests/*/test_trainers*.py $(ARGS)
 
 test-all: $(VENV)/ready
 	@$(BIN)/python -m pytest $(IN_PARALLEL) $(ARGS)

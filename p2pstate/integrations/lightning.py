@@ -185,6 +185,11 @@ class _ReplicatedFitLoop(_FitLoop):
             connector.use_distributed_sampler = distribute
 
     def run(self) -> None:
+        if self._loaded_from_state_dict:
+            raise ConfigError(
+                "fit(ckpt_path=...) cannot be protected: load the weights with load_from_checkpoint, and keep "
+                "checkpoints that a next start goes on from with Replicate(checkpoint=DIR)"
+            )
         self.setup_data()
         if self.skip:
             return
@@ -285,11 +290,6 @@ class _ReplicatedFitLoop(_FitLoop):
             problem = "the training loader has to have a length, and limit_train_batches and overfit_batches none"
         elif trainer.reload_dataloaders_every_n_epochs:
             problem = "reload_dataloaders_every_n_epochs would lose the position in the data: give 0"
-        elif self.restarting or self._loaded_from_state_dict:
-            problem = (
-                "fit(ckpt_path=...) cannot be combined with it: load the weights with load_from_checkpoint, and keep "
-                "checkpoints that a next start goes on from with Replicate(checkpoint=DIR)"
-            )
         elif trainer.enable_validation and trainer._val_check_time_interval is not None:
             problem = "val_check_interval as a time differs from rank to rank: give a number of batches, or a fraction"
         elif (

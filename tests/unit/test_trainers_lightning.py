@@ -1,0 +1,100 @@
+"""integrations/lightning.py: what cannot be protected is refused before training, with the setting in the message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from p2pstate.data import Loader
+from p2pstate.errors import ConfigError
+
+pytestmark = pytest.mark.trainers
+lightning = pytest.importorskip("lightning")
+
+SAMPLES = torch.utils.data.TensorDataset(torch.ones(12, 4))
+
+
+@pytest.fixture(autouse=True)
+def _group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def model() -> Any:
+    class Model(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+            return self.net(batch[0]).mean()
+
+        def validation_step(self, batch: list[torch.Tensor], batch_idx: int) -> None:
+            self.log("loss", self.net(batch[0]).mean())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    return Model()
+
+
+def fit(loader: Any, folder: Path, *, validate: bool = False, ckpt_path: Path | None = None, **settings: Any) -> None:
+    from p2pstate.integrations.lightning import Replicate
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "num_sanity_val_steps": 0}
+    trainer = lightning.Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=1,
+        callbacks=[Replicate()],
+        default_root_dir=folder,
+        **quiet,
+        **settings,
+    )
+    trainer.fit(model(), loader, loader if validate else None, ckpt_path=ckpt_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"limit_train_batches": 2}, "limit_train_batches"),
+        ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs"),
+        ({"accumulate_grad_batches": 2, "val_check_interval": 3, "validate": True}, "accumulate_grad_batches=2"),
+        ({"val_check_interval": "00:00:01:00", "validate": True}, "val_check_interval as a time"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_fit_with_a_setting_that_cannot_be_protected_is_refused(
+    settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        fit(Loader(SAMPLES, num_workers=0), tmp_path, **settings)
+
+
+def test_fit_with_a_loader_that_has_no_position_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"DataLoader, has no position .*p2pstate\.data\.Loader"):
+        fit(torch.utils.data.DataLoader(SAMPLES), tmp_path)
+
+
+def test_fit_with_several_training_loaders_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give one training loader"):
+        fit([Loader(SAMPLES, num_workers=0), Loader(SAMPLES, num_workers=0)], tmp_path)
+
+
+def test_fit_from_a_checkpoint_of_lightnings_is_refused(tmp_path: Path) -> None:
+    stock = lightning.Trainer(accelerator="cpu", devices=1, max_steps=2, logger=False, default_root_dir=tmp_path)
+    stock.fit(model(), torch.utils.data.DataLoader(SAMPLES))
+    stock.save_checkpoint(tmp_path / "two.ckpt")
+    with pytest.raises(ConfigError, match="ckpt_path"):
+        fit(Loader(SAMPLES, num_workers=0), tmp_path, ckpt_path=tmp_path / "two.ckpt")
+
+
+def test_fit_in_a_process_that_p2pstate_has_not_started_says_how_to_start_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="p2prun --nproc-per-node"):
+        fit(Loader(SAMPLES, num_workers=0), tmp_path)
