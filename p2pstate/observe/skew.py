@@ -31,16 +31,18 @@ STARVES = 0.1  # of a step is waiting for data
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One rank in one window. Sums; ``own_s``: without waiting for others, ``fetch_s`` of it for data."""
+    """One rank in one window. Sums; ``own_s``: without waiting for others, ``fetch_s`` of it for data. Steps that a
+    restart from disk brought again count twice."""
 
     num_steps: int = 0
     wall_s: float = 0.0
     own_s: float = 0.0
     fetch_s: float = 0.0
+    last_step: int = 0
 
-    def plus(self, wall_s: float, waited_s: float, fetch_s: float) -> Load:
-        own_s = self.own_s + max(0.0, wall_s - waited_s)
-        return Load(self.num_steps + 1, self.wall_s + wall_s, own_s, self.fetch_s + fetch_s)
+    def plus(self, step: int, wall_s: float, waited_s: float, fetch_s: float) -> Load:
+        own_s, last_step = self.own_s + max(0.0, wall_s - waited_s), max(self.last_step, step)
+        return Load(self.num_steps + 1, self.wall_s + wall_s, own_s, self.fetch_s + fetch_s, last_step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,9 @@ class Windows:
         window = self.loads.setdefault(first, {})
         wall_s = sum(part for name, part in seconds.items() if name.partition(".")[0] not in NOT_A_STEP)
         known = window.get(event["rank"], Load())
-        window[event["rank"]] = known.plus(wall_s, float(event["waited_s"]), float(seconds.get("data", 0.0)))
+        window[event["rank"]] = known.plus(
+            event["step"], wall_s, float(event["waited_s"]), float(seconds.get("data", 0.0))
+        )
         while self._keep is not None and len(self.loads) > self._keep:
             del self.loads[min(self.loads)]
 
@@ -94,7 +98,7 @@ def judge(first_step: int, loads: Mapping[int, Load]) -> Skew | None:
     wall_s = max(load.wall_s / load.num_steps for load in loads.values())
     usual_s = statistics.median_low(own_s.values())
     slowest, fastest = max(own_s, key=own_s.__getitem__), min(own_s, key=own_s.__getitem__)
-    last_step = first_step + max(load.num_steps for load in loads.values()) - 1
+    last_step = max(load.last_step for load in loads.values())
     when = f"steps {first_step} to {last_step}"
     stragglers = {
         rank: f"a step takes {mine_s:.2f} s of its own, others {usual_s:.2f} s ({when})"

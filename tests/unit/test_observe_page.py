@@ -240,7 +240,7 @@ def test_page_names_the_slowest_rank_stragglers_and_starved_ranks() -> None:
     """Of the newest window that every rank has gone through: steps 1 to 20 here, rank 1 is at step 30 as well."""
 
     def told(name: str, rank: int, own_s: float, fetch_s: float) -> dict[str, Any]:
-        loads = [[1, rank, 20, 20.0, 20 * own_s, 20 * fetch_s], [21, rank, 10, 10.0, 1.0, 0.0]]
+        loads = [[1, rank, 20, 20.0, 20 * own_s, 20 * fetch_s, 20], [21, rank, 10, 10.0, 1.0, 0.0, 30]]
         ranks = [{**answer()["ranks"][0], "rank": rank}]
         return answer(name, live=answer()["live"] | {"loads": loads}, ranks=ranks)
 

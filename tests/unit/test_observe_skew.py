@@ -14,7 +14,7 @@ def step(rank: int, number: int, waited_s: float, **seconds: float) -> dict[str,
 
 
 def load(own_s: float, wall_s: float = 1.0, fetch_s: float = 0.0) -> Load:
-    return Load(10, 10 * wall_s, 10 * own_s, 10 * fetch_s)
+    return Load(10, 10 * wall_s, 10 * own_s, 10 * fetch_s, 10)
 
 
 def test_windows_compare_ranks_by_what_they_do_themselves() -> None:
@@ -34,7 +34,13 @@ def test_window_leaves_out_recoveries_and_steps_done_again() -> None:
     windows.add(step(0, 1, 0.2, **{"useful": 1.0, "recovery.pull": 5.0, "startup": 3.0}))
     windows.add(step(0, 2, 0.0, repeated=1.0))
     windows.add({"event": "recovery", "rank": 0, "clock": {"seconds": {"recovery.pull": 1.0}}})
-    assert windows.loads == {1: {0: Load(1, 1.0, pytest.approx(0.8), 0.0)}}
+    assert windows.loads == {1: {0: Load(1, 1.0, pytest.approx(0.8), 0.0, 1)}}
+
+
+def test_window_ends_with_its_last_step_also_when_steps_came_twice() -> None:
+    events = [step(rank, number, 0.0, useful=1.0) for number in (1, 2, 3, 2, 3, 4) for rank in (0, 1)]
+    (only,) = skews_of(events)
+    assert (only.first_step, only.last_step) == (1, 4)
 
 
 def test_only_the_newest_windows_are_kept() -> None:
