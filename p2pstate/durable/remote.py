@@ -26,7 +26,7 @@ import xxhash
 from p2pstate.durable.files import digest_of, digest_of_file
 from p2pstate.durable.storage import Directory, Storage
 
-__all__ = ["Remote", "is_url", "open_storage"]
+__all__ = ["RemoteStorage", "is_url", "open_storage"]
 
 BLOCK_BYTES = 16 << 20  # read at once: a file is read from its begin to its end, mostly
 _LOCAL = "file://"
@@ -44,7 +44,7 @@ def open_storage(where: str, stage: str = "") -> Storage:
     """
     if not is_url(where):
         return Directory(Path(where.removeprefix(_LOCAL)))
-    return Remote(where.rstrip("/"), _stage_of(where, stage))
+    return RemoteStorage(where.rstrip("/"), _stage_of(where, stage))
 
 
 def _stage_of(url: str, stage: str) -> Path:
@@ -53,7 +53,7 @@ def _stage_of(url: str, stage: str) -> Path:
     return above / xxhash.xxh3_64_hexdigest(url.rstrip("/").encode())
 
 
-class Remote:
+class RemoteStorage:
     """Used by one thread at a time."""
 
     def __init__(self, url: str, stage: Path) -> None:
@@ -69,7 +69,7 @@ class Remote:
         self._same: dict[tuple[str, str], bool] = {}  # files of the stage: whether they have the bytes asked for
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Remote) and other.where == self.where
+        return isinstance(other, RemoteStorage) and other.where == self.where
 
     def __hash__(self) -> int:
         return hash(self._url)

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from p2pstate.cli import main
 from p2pstate.durable.catalog import damaged_files, list_checkpoints
 from p2pstate.durable.manifest import METADATA
-from p2pstate.durable.remote import Remote, open_storage
+from p2pstate.durable.remote import RemoteStorage, open_storage
 from p2pstate.durable.resume import load
 from p2pstate.durable.storage import Directory
 
@@ -88,7 +88,7 @@ def test_every_rank_gets_back_what_it_had_whatever_became_of_the_stage(staged: s
 
 def test_files_of_the_stage_are_read_instead_of_those_on_storage(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     newest = list_checkpoints(open_storage(url))[0]
-    monkeypatch.setattr(Remote, "open", lambda self, save, name: pytest.fail(f"{name} was read from storage"))
+    monkeypatch.setattr(RemoteStorage, "open", lambda self, save, name: pytest.fail(f"{name} was read from storage"))
     assert load(newest, 1)[1] == values(1, 20)
 
 
