@@ -33,7 +33,7 @@ from p2pstate.groups.transport import (
 
 __all__ = ["PIECE_BYTES", "TcpTransport"]
 
-PIECE_BYTES = 1 << 20  # hashed and copied by the kernel while it is in the cache
+PIECE_BYTES = 4 << 20  # hashed and copied by the kernel while it is in the cache; smaller ones take more turns
 Task = Callable[[], None]
 
 
