@@ -18,6 +18,7 @@ import torch
 from cluster import Cluster
 from p2pstate.agent.chaos import change_bytes
 from p2pstate.slots import Slot
+from p2pstate.types import Version
 
 DEADLINE_S = 120.0  # only a hang takes this long
 PAUSES = (6, 12)
@@ -44,18 +45,22 @@ for step, _ in state.run(train_step, steps=14):
 """
 
 
-def both_copies_of_shard_0(agent_pid: int) -> dict[int, int]:
-    """step -> a descriptor of the slot, of the two copies that the node of this agent has; nothing while it has not."""
+def both_copies_of_shard_0(agent_pid: int) -> dict[Version, int]:
+    """Descriptors of the slots of the two copies that the node of this agent has; nothing while it has not."""
     found = {}
     for entry in os.scandir(f"/proc/{agent_pid}/fd"):
         if os.readlink(entry.path).startswith("/memfd:p2pstate-own0-"):
             fd = os.open(entry.path, os.O_RDWR)
-            header = Slot(fd, header_only=True)
-            header.capacity = os.fstat(fd).st_size
-            complete = header.header()
-            if complete is not None:
-                found[complete.version.step] = fd
-    return found if len(found) == 2 else {}
+            header = Slot(fd).header()
+            if header is not None:
+                found[header.version] = fd
+            else:
+                os.close(fd)
+    if len(found) == 2:
+        return found
+    for fd in found.values():
+        os.close(fd)
+    return {}
 
 
 def wait(what: str, cluster: Cluster, ready: Callable[[], Any]) -> Any:
@@ -84,7 +89,8 @@ def test_owner_is_lost_and_the_copy_is_damaged_an_older_one_is_resumed_and_witho
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(pauses=PAUSES))
     shape = {"num_training": 2, "num_workers": 1, "num_spares": 2, "environ": fork_server}
-    with Cluster(tmp_path / "run", [str(script), str(tmp_path)], **shape) as cluster:
+    command = ["--hang-floor", "60", str(script), str(tmp_path)]  # a rank that waits for this test does not hang
+    with Cluster(tmp_path / "run", command, **shape) as cluster:
         events: list[dict[str, Any]] = []
         older = 0  # of the copies at the first pause
 
@@ -97,9 +103,9 @@ def test_owner_is_lost_and_the_copy_is_damaged_an_older_one_is_resumed_and_witho
             owner, keeper = max(seen("view"), key=lambda event: event["epoch"])["places"]
             pid = cluster.nodes[keeper].process.pid
             copies = wait("two copies", cluster, partial(both_copies_of_shard_0, pid))
-            older = older or min(copies)
-            for step in [max(copies)] if which == "newest" else copies:
-                change_bytes(copies[step])
+            older = older or min(copies).step
+            for version in [max(copies)] if which == "newest" else copies:
+                change_bytes(copies[version])
             cluster.kill_node(owner)
             (tmp_path / f"go-{pause}").touch()
         wait("end", cluster, lambda: not cluster.running())
