@@ -9,12 +9,14 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
+
 from p2pstate.durable.catalog import Found
 from p2pstate.durable.dcp_read import Reader
 from p2pstate.durable.keys import key_of, path_of
 from p2pstate.durable.manifest import Manifest
 
-__all__ = ["export_weights", "weight_names"]
+__all__ = ["export_weights", "read_weights", "weight_names"]
 
 
 def weight_names(manifest: Manifest) -> dict[str, str]:
@@ -25,6 +27,13 @@ def weight_names(manifest: Manifest) -> dict[str, str]:
     return {key_of(path[1:] if single else path): key_of(path) for path in paths}
 
 
+def read_weights(found: Found) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer of the models, whole, by its name in the model. Raises OSError."""
+    assert found.manifest is not None
+    reader = Reader(found)
+    return reader.read({name: reader.whole(key) for name, key in weight_names(found.manifest).items()})
+
+
 def export_weights(found: Found, target: Path) -> tuple[int, int]:
     """Write ``target``; returns (number of tensors, bytes). Raises ImportError, OSError, ValueError."""
     try:
@@ -32,9 +41,7 @@ def export_weights(found: Found, target: Path) -> tuple[int, int]:
     except ImportError as error:
         raise ImportError("export needs the package safetensors: pip install 'p2pstate[export]'") from error
     assert found.manifest is not None
-    reader = Reader(found)
-    names = weight_names(found.manifest)
-    tensors = reader.read({name: reader.whole(key) for name, key in names.items()})
+    tensors = read_weights(found)
     partial = target.with_name(target.name + ".partial")
     save_file(tensors, partial, metadata={"format": "pt", "step": str(found.manifest.version.step)})
     os.replace(partial, target)

@@ -17,22 +17,28 @@ state.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
+from lightning import __version__ as lightning_version
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops import _FitLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.trainer import call
 from torchmetrics import Metric
 
+from p2pstate.durable.catalog import damaged_files, list_checkpoints
+from p2pstate.durable.export import read_weights
+from p2pstate.durable.remote import open_storage
 from p2pstate.errors import ConfigError
 from p2pstate.replicator import Replicator
 from p2pstate.state import rng as random_streams
 
-__all__ = ["Replicate"]
+__all__ = ["Replicate", "ReplicatedCheckpointIO"]
 
 
 _END_OF_PASS = object()
@@ -53,6 +59,33 @@ class Replicate(Callback):
         """Lightning calls this before it sets up data and model: take over the loop of ``fit``."""
         if stage == "fit" and not isinstance(trainer.fit_loop, _ReplicatedFitLoop):
             trainer.fit_loop = _ReplicatedFitLoop(trainer, self)
+
+
+class ReplicatedCheckpointIO(TorchCheckpointIO):
+    """A plugin for ``Trainer(plugins=[...])``: ``validate``, ``test`` and ``predict`` take as ``ckpt_path`` what
+    ``Replicate(checkpoint=...)`` was given, or one checkpoint in it. Files of Lightning's are read as ever."""
+
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The weights of the newest complete checkpoint. Raises FileNotFoundError when there is none, OSError when it
+        is damaged."""
+        if not os.path.isdir(path):
+            return dict(super().load_checkpoint(path, *args, **kwargs))
+        place, name = os.path.split(os.path.abspath(path))
+        candidates = [each for each in list_checkpoints(open_storage(place)) if each.name == name]
+        candidates = candidates or list_checkpoints(open_storage(str(path)))
+        complete = [each for each in candidates if not each.problem]
+        if not complete:
+            reasons = "; ".join(f"{each.name}: {each.problem}" for each in candidates)
+            raise FileNotFoundError(f"there is no complete checkpoint of p2pstate's in {path}. {reasons}".rstrip(". "))
+        damaged = damaged_files(complete[0])
+        if damaged:
+            raise OSError(f"the checkpoint {complete[0].path} is damaged: {'; '.join(damaged)}")
+        return {
+            "state_dict": read_weights(complete[0]),
+            "global_step": complete[0].step,
+            "epoch": 0,
+            "pytorch-lightning_version": lightning_version,
+        }
 
 
 class _Delivered(_DataFetcher):

@@ -23,7 +23,7 @@ TRAINERS = [
     ("transformers", "train_huggingface.py", 60),  # four epochs of 15 steps, each of two micro-batches
     ("accelerate", "train_accelerate.py", 60),
     ("lightning", "train_lightning.py", 40),  # six epochs of 6 steps and a part of one, each of two batches
-    ("lightning", "train_fabric.py", 400),
+    ("lightning", "train_fabric.py", 200),
     ("torchtitan", "train_torchtitan.py", 80),
 ]
 

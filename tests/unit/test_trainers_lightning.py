@@ -1,4 +1,4 @@
-"""integrations/lightning.py: what cannot be protected is refused before training, with the setting in the message."""
+"""integrations/lightning.py: settings that cannot be protected are refused by name; checkpoints are read."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from durable_site import Site, matrix
 
 from p2pstate.data import Loader
 from p2pstate.errors import ConfigError
@@ -98,3 +99,20 @@ def test_fit_from_a_checkpoint_of_lightnings_is_refused(tmp_path: Path) -> None:
 def test_fit_in_a_process_that_p2pstate_has_not_started_says_how_to_start_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="p2prun --nproc-per-node"):
         fit(Loader(SAMPLES, num_workers=0), tmp_path)
+
+
+def test_checkpoint_io_reads_the_newest_or_the_named_checkpoint_and_files_of_lightnings(tmp_path: Path) -> None:
+    from p2pstate.integrations.lightning import ReplicatedCheckpointIO
+
+    reader, site = ReplicatedCheckpointIO(), Site()
+    for serial, step in enumerate((10, 20), start=1):
+        site.save(tmp_path / "ckpt" / f"{serial:06d}-step{step}", site.capture(step))
+    (tmp_path / "ckpt" / "000003-step30").mkdir()
+    newest = reader.load_checkpoint(tmp_path / "ckpt")
+    assert newest["global_step"] == 20
+    assert torch.equal(newest["state_dict"]["w"], matrix(20))
+    assert torch.equal(reader.load_checkpoint(tmp_path / "ckpt" / "000001-step10")["state_dict"]["w"], matrix(10))
+    reader.save_checkpoint({"state_dict": {"w": torch.ones(2)}}, tmp_path / "lightning.ckpt")
+    assert reader.load_checkpoint(tmp_path / "lightning.ckpt")["state_dict"]["w"].tolist() == [1, 1]
+    with pytest.raises(FileNotFoundError, match="000003-step30: "):
+        reader.load_checkpoint(tmp_path / "ckpt" / "000003-step30")
