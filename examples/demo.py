@@ -32,7 +32,7 @@ HERE = Path(__file__).resolve().parent
 NUM_TRAINING, NUM_SPARES, NUM_WORKERS = 2, 1, 2
 NUM_RANKS = NUM_TRAINING * NUM_WORKERS
 POLL_S = 0.02
-SILENCE_S = 90.0  # a run without any event for so long has failed
+SILENCE_S = 180.0  # a run without any event for so long has failed
 RUN_LIMIT_S = 300.0
 MAX_DIFFERENCES_SHOWN = 20
 

@@ -98,7 +98,8 @@ def test_run_whose_worker_hangs_and_whose_node_dies_resumes_from_memory_and_ends
     assert all(int(lost) <= 1 for *_, lost in resumed), logs
 
     newest, before, *_ = list_checkpoints(storage)
-    assert [(found.step, found.problem) for found in (newest, before)] == [(15, ""), (12, "")], logs
+    assert newest.step == 15 > before.step  # 12, unless the save before it took until then
+    assert newest.problem == before.problem == "", logs
     delete(newest)
     (tmp_path / "again").mkdir()
     with torchruns(tmp_path / "again", "2", *OPTIONS, script=command) as running:
@@ -106,7 +107,7 @@ def test_run_whose_worker_hangs_and_whose_node_dies_resumes_from_memory_and_ends
         running.start("b")
         assert running.codes("ab", timeout_s=240.0) == [0, 0]
         logs = running.log("a") + running.log("b")
-    assert "rank 0 resumed step 12 from disk" in logs
+    assert f"rank 0 resumed step {before.step} from disk" in logs
     comparison = compare(folder / "out", tmp_path / "expected", NUM_RANKS)
     assert comparison.identical, "\n".join([*comparison.differences, logs])
     assert list_checkpoints(storage)[0].step == 15
