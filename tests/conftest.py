@@ -37,7 +37,7 @@ def fork_server() -> Iterator[dict[str, str]]:
     with tempfile.TemporaryDirectory(prefix="p2p-") as folder:
         path = str(Path(folder) / "forkserver")
         command = [sys.executable, "-m", "p2pstate.agent.template", "--listen", path]
-        path_of_modules = os.pathsep.join([FILESYSTEMS, os.environ.get("PYTHONPATH", "")])
+        path_of_modules = os.pathsep.join(filter(None, [FILESYSTEMS, os.environ.get("PYTHONPATH")]))
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path_of_modules}
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environ) as server:
             assert server.stdin is not None
