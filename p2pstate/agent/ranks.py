@@ -130,9 +130,9 @@ class Ranks:
 
     def begin(self, view: View, start: str, waited_s: float) -> None:
         previous = self.info
-        self.info = round_info(view, start, self._run_id, self._job.num_workers)
-        if previous is not None:
+        if previous is not None:  # the view may come before the word that this round is over
             self.abort(previous.epoch, view.reason, tell_others=False)
+        self.info = round_info(view, start, self._run_id, self._job.num_workers)
         self._some_finished = False
         if start != Start.IN_PLACE:
             self._loop_reached = False
