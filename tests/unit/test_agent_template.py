@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import select
+import selectors
 import signal
 
 import pytest
@@ -25,7 +25,9 @@ def test_template_leaves_signals_to_its_agent_and_ends_with_it(number: signal.Si
         finally:
             os._exit(code)
     theirs.close()
-    assert select.select([ours.fileno()], [], [], 30.0)[0]
+    with selectors.DefaultSelector() as selector:
+        selector.register(ours.fileno(), selectors.EVENT_READ)
+        assert selector.select(30.0)
     assert [message["t"] for message, _ in ours.receive()] == ["template_ready"]
     os.kill(pid, number)
     ours.close()
