@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,6 +52,8 @@ class FakeLink:
 class Site:
     def __init__(self, *, reserve: bool = False) -> None:
         self.vaults = [Vault(node) for node in NODES]
+        for vault in self.vaults:
+            weakref.finalize(self, vault.close)
         self.capturers = [
             Capturer(FakeLink(self.vaults[place]), rank, PLACES, reserve=reserve)  # type: ignore[arg-type]
             for rank, place in enumerate(PLACES)
