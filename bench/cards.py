@@ -30,7 +30,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]  # before this folder: it has a `rendezvous`, too
+# Before this folder, which has a `rendezvous`, too.
+sys.path[:0] = [str(HERE / "programs"), str(HERE.parent), str(HERE.parent / "examples")]
 
 import torch  # noqa: E402
 from torch.distributed import FileStore, PrefixStore, ProcessGroup  # noqa: E402

@@ -21,10 +21,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from data_peers import peers
-from data_sources import (
+HERE = Path(__file__).resolve().parent
+# Before this folder, which has a `rendezvous`, too.
+sys.path[:0] = [str(HERE / "programs"), str(HERE.parent)]
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+from data_peers import peers  # noqa: E402
+from data_sources import (  # noqa: E402
     BYTES_PER_S,
     LATENCY_S,
     LENGTH,
@@ -34,9 +38,9 @@ from data_sources import (
     InMemory,
     write_tokens,
 )
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
-from p2pstate.data import Loader, MmapTokens, Sampler, Shuffled
+from p2pstate.data import Loader, MmapTokens, Sampler, Shuffled  # noqa: E402
 
 BATCH = 32
 STEP_S = 0.004  # of simulated compute, where it is to hide a fetch

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[0] = str(HERE.parent / "examples")  # instead of this folder, whose rendezvous.py is not the package
+# Before this folder, which has a `rendezvous`, too.
+sys.path[:0] = [str(HERE / "programs"), str(HERE.parent), str(HERE.parent / "examples")]
 
 from cluster import Cluster  # noqa: E402
 
@@ -40,7 +41,7 @@ KEYS = (
 def measure(form: str, num_bytes: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Raises RuntimeError with the ends of the logs."""
     result = folder / "result.json"
-    script = [str(HERE / "durable_rank.py"), form, str(num_bytes // BYTES_PER_PARAMETER), str(args.rounds)]
+    script = [str(HERE / "programs" / "durable_rank.py"), form, str(num_bytes // BYTES_PER_PARAMETER), str(args.rounds)]
     environ = {"OMP_NUM_THREADS": "1"}
     arguments = [*script, str(result), str(folder / "scratch")]
     with Cluster(folder / "run", arguments, num_training=2, num_spares=0, num_workers=1, environ=environ) as cluster:

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE.parent / "examples")]  # before this folder: it has a `rendezvous`, too
+# Before this folder, which has a `rendezvous`, too.
+sys.path[:0] = [str(HERE / "programs"), str(HERE.parent), str(HERE.parent / "examples")]
 
 from overhead_numbers import (  # noqa: E402
     DEPTH,
@@ -43,7 +44,7 @@ from overhead_numbers import (  # noqa: E402
 
 from cluster import Cluster  # noqa: E402
 
-SCRIPT = HERE / "overhead_rank.py"
+SCRIPT = HERE / "programs" / "overhead_rank.py"
 NUM_NODES, NUM_WORKERS = 2, 2
 POLL_S = 0.05
 RUN_LIMIT_S = 300.0

@@ -21,7 +21,7 @@ from p2pstate.agent.chaos import change_bytes
 from timeline import Failure, Timeline
 
 HERE = Path(__file__).resolve().parent
-EXAMPLES = HERE.parent / "examples"
+EXAMPLES = HERE.parents[1] / "examples"
 NUM_NODES = 2
 POLL_S = 0.01
 SILENCE_S = 180.0  # a run in which nothing happens for so long has failed

@@ -9,10 +9,10 @@ import runpy
 import sys
 from pathlib import Path
 
-sys.path[0] = str(Path(__file__).resolve().parents[1] / "examples")  # not this folder: it has a `rendezvous`, too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-from torch.distributed.launcher.api import elastic_launch  # noqa: E402
-from torch.distributed.run import config_from_args, parse_args  # noqa: E402
+from torch.distributed.launcher.api import elastic_launch
+from torch.distributed.run import config_from_args, parse_args
 
 PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.optim", "numpy"]
 

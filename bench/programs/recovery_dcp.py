@@ -13,17 +13,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).resolve().parents[1] / "examples")  # not this folder: it has a `rendezvous`, too
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
-import numpy as np  # noqa: E402
-import psutil  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-import torch.distributed.checkpoint as dcp  # noqa: E402
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
+import numpy as np
+import psutil
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-from text_data import StdlibText, TextLoader  # noqa: E402
-from train_gpt import build_model, build_optimizer  # noqa: E402
+from text_data import StdlibText, TextLoader
+from train_gpt import build_model, build_optimizer
 
 SAVE_EVERY = 10
 NUM_KEPT = 2
