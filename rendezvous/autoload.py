@@ -1,4 +1,4 @@
-"""What runs at the end of every `import torch` (entry point `torch.backends`): env:// without a TCPStore.
+"""What `import torch` runs in a worker of a p2p run (see p2pstate/autoload.py): env:// without a TCPStore.
 
 Flows in: variables that `torchrun --rdzv-backend=p2p` set for its workers. Flows out: in such a worker, and only there,
 `init_process_group()` gets its store from the node's agent.
