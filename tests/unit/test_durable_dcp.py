@@ -63,7 +63,8 @@ def test_checkpoint_becomes_one_file_with_the_stock_tool_and_without_p2pstate(tm
         "assert sorted(state['p2pstate']) == ['rank0', 'rank1', 'rank2', 'rank3']\n"
         "assert not any(name.startswith('p2pstate') for name in sys.modules)\n"
     )
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
+    alone = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}  # torch would load our plug-in
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path, env=alone)
 
 
 def test_every_rank_gets_back_exactly_what_it_had(tmp_path: Path) -> None:
