@@ -12,10 +12,10 @@ from typing import Any
 
 from rendezvous import events
 from rendezvous.core import Core
-from rendezvous.types import Member, MemberKey, View
+from rendezvous.types import Member, MemberKey, PassiveApplication, View
 
 
-class SimulatedApplication:
+class SimulatedApplication(PassiveApplication):
     """Answers for a simulated member; wants a new round now and then, as a real one does."""
 
     def __init__(self, rng: random.Random) -> None:
@@ -30,11 +30,6 @@ class SimulatedApplication:
         del previous
         wanted = any(ballot["draw"] == 0 for ballot in ballots.values())
         return wanted, {"places": len(places), "ballots": len(ballots)}
-
-    def num_places(self, previous: View, ballots: Mapping[MemberKey, dict[str, Any]]) -> None: ...
-
-    def progress(self) -> Mapping[str, Any]:
-        return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,6 +283,12 @@ class PassiveApplication:
     ) -> tuple[bool, dict[str, Any]]:
         return False, {}
 
+    def num_places(self, previous: View, ballots: Mapping[MemberKey, dict[str, Any]]) -> tuple[int, int] | None:
+        return None
+
+    def progress(self) -> Mapping[str, Any]:
+        return {}
+
     def on_view(self, view: View) -> None: ...
     def on_waiting(self, reason: str) -> None: ...
     def on_member(self, change: MemberChange) -> None: ...

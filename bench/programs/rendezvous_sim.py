@@ -11,7 +11,7 @@ import heapq
 import itertools
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rendezvous import effects as out
@@ -37,7 +37,7 @@ from rendezvous.messages import (
     Update,
 )
 from rendezvous.rumours import FANOUT
-from rendezvous.types import Member, MemberKey, View
+from rendezvous.types import Member, MemberKey, PassiveApplication, View
 from rendezvous.wire import Envelope, encode
 
 MAX_CORES = 1000
@@ -47,16 +47,9 @@ RUN = "simulation"
 DEADLINE_S = 60.0
 
 
-class Application:
+class Application(PassiveApplication):
     def ballot(self) -> dict[str, Any]:
         return {"step": 1000}
-
-    def decide(
-        self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
-    ) -> tuple[bool, dict[str, Any]]:
-        return False, {}
-
-    def num_places(self, previous: View, ballots: Mapping[MemberKey, dict[str, Any]]) -> None: ...
 
     def progress(self) -> Mapping[str, Any]:
         return {"step": 1000, "age_s": 0.25}

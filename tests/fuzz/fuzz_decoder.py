@@ -6,8 +6,6 @@ What decodes must survive encoding, and be taken by a protocol core without an e
 
 import random
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Any
 
 import atheris
 
@@ -16,25 +14,10 @@ with atheris.instrument_imports(include=["rendezvous"]):
     from rendezvous.config import Config
     from rendezvous.core import Core
     from rendezvous.messages import Decided
-    from rendezvous.types import Member, MemberKey, View
+    from rendezvous.types import Member, PassiveApplication, View
     from rendezvous.wire import Envelope, WireError, decode, encode
 
 ME, PEER = Member("node-a", 12, "10.0.0.1:4711"), Member("b", 3, "10.0.0.2:4711")
-
-
-class Application:
-    def ballot(self) -> dict[str, Any]:
-        return {}
-
-    def decide(
-        self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
-    ) -> tuple[bool, dict[str, Any]]:
-        return False, {}
-
-    def num_places(self, previous: View, ballots: Mapping[MemberKey, dict[str, Any]]) -> None: ...
-
-    def progress(self) -> Mapping[str, Any]:
-        return {}
 
 
 def check(data: bytes) -> None:
@@ -45,7 +28,7 @@ def check(data: bytes) -> None:
     again = decode(encode(envelope))
     if repr(again) != repr(envelope):  # NaN is not equal to itself
         raise AssertionError(f"{envelope} came back as {again}")
-    core = Core(ME, Config("run", ME.name, ME.address), Application(), random.Random(1), 0.0)
+    core = Core(ME, Config("run", ME.name, ME.address), PassiveApplication(), random.Random(1), 0.0)
     view = View("nonce", 6, 3, (ME, PEER), (), (), "before")
     core.step(events.Received(Envelope("run", "", PEER.key, PEER.address, None, Decided(view))), 0.0)
     core.step(events.Received(envelope), 0.1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -34,23 +34,12 @@ from rendezvous.messages import (
     ViewWanted,
     Wanted,
 )
-from rendezvous.types import Change, Member, MemberKey, Role, Verdict, View
+from rendezvous.types import Change, Member, MemberKey, PassiveApplication, Role, Verdict, View
 from rendezvous.view_delta import delta_of
 from rendezvous.wire import Envelope
 
 
-class Oracle:
-    def ballot(self) -> dict[str, Any]:
-        return {}
-
-    def decide(
-        self, previous: View | None, places: Sequence[Member], ballots: Mapping[MemberKey, dict[str, Any]]
-    ) -> tuple[bool, dict[str, Any]]:
-        del previous, places, ballots
-        return False, {}
-
-    def num_places(self, previous: View, ballots: Mapping[MemberKey, dict[str, Any]]) -> None: ...
-
+class Oracle(PassiveApplication):
     def progress(self) -> Mapping[str, Any]:
         return {"step": 3}
 
