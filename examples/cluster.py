@@ -21,19 +21,12 @@ from typing import Any
 import psutil
 
 from namespaces import Namespaces
+from ports import free_ports
 from rendezvous.keys import make_key_file
 
 STOP_S = 10.0  # how long agents may take to end when asked
 MARK = "EXAMPLE_RUN_FOLDER"  # in the environment of every process of a run, to find those that are left
 SETTLE_S = 5.0  # how long processes and sockets may take to vanish
-
-
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 def p2prun_command() -> list[str]:

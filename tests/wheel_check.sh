@@ -36,7 +36,7 @@ train() { # train FOLDER [arguments of train_gpt.py]: two nodes with the ends of
     local folder=$work/$1 ports agents=()
     shift
     mkdir "$folder"
-    ports=($("$bin/python" -c 'import cluster; print(*cluster.free_ports(2))'))
+    ports=($("$bin/python" -c 'import ports; print(*ports.free_ports(2))'))
     for index in 0 1; do
         OMP_NUM_THREADS=1 timeout --kill-after=5 180 "$bin/p2prun" \
             --nnodes 2 --nproc-per-node 1 --contacts "127.0.0.1:${ports[0]},127.0.0.1:${ports[1]}" \

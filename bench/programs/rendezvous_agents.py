@@ -11,7 +11,6 @@ import os
 import secrets
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from namespaces import Namespaces
+from ports import free_ports
 
 HERE = Path(__file__).resolve().parent
 DEADLINE_S = 120.0
@@ -88,14 +88,6 @@ def agents() -> Iterator[Agents]:
     finally:
         for agent in running.all:
             agent.close()
-
-
-def free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def ours(count: int, death: str, preset: str = "default") -> dict[str, float]:

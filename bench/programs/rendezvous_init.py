@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rendezvous_agents import free_ports
 
+from ports import free_ports
 from rendezvous.channel import Channel, Message
 from rendezvous.config import Config
 from rendezvous.local import LocalServer

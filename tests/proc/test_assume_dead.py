@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from rendezvous_cluster import ROOT, Cluster, Process, cluster, free_ports, in_view
+from rendezvous_cluster import ROOT, Cluster, Process, cluster, in_view
 
 from namespaces import Namespaces, why_not
 from p2pstate.cli import p2prun
 from p2pstate.errors import EXIT_CONFIG
+from ports import free_ports
 
 KEY = "00112233445566778899aabbccddeeff"
 TWO = {"num_nodes_min": 1, "num_nodes_max": 2}

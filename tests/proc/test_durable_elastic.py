@@ -13,8 +13,8 @@ import pytest
 import torch
 from test_faults import DEADLINE_S, launch
 
-from cluster import free_ports
 from p2pstate.data import Shuffled
+from ports import free_ports
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "resized.py")
 NUM_SAMPLES, GLOBAL_BATCH = 4096, 12  # as in the script

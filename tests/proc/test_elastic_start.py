@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rendezvous_cluster import ROOT, free_ports
+from rendezvous_cluster import ROOT
+
+from ports import free_ports
 
 SCRIPT = """
 import os, sys, time

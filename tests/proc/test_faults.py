@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from cluster import Cluster, free_ports
+from cluster import Cluster
 from outcome import compare
 from p2pstate.placement import partners
+from ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "examples" / "train_gpt.py")

@@ -8,7 +8,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from rendezvous_cluster import Process, cluster, free_ports, in_view, start_three
+from rendezvous_cluster import Process, cluster, in_view, start_three
+
+from ports import free_ports
 
 SIZES = {"num_nodes_min": 2, "num_nodes_max": 2, "num_spares_expected": 1}
 KEY = "00112233445566778899aabbccddeeff"

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from rendezvous_cluster import free_ports
+from ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from rendezvous_cluster import free_ports
 from torch.distributed.distributed_c10d import _store_based_barrier
 from torch.distributed.elastic.utils import store as elastic_store
 
+from ports import free_ports
 from rendezvous.config import Config
 from rendezvous.node import Node
 from rendezvous.store import EpochStore, NodeChannel, StoreEnded

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torchrun_cluster import Torchruns, kill
 
-from cluster import Cluster, free_ports
+from cluster import Cluster
 from outcome import Comparison, compare_states
+from ports import free_ports
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WITHIN_S = 180.0

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from rendezvous_cluster import ROOT, cluster, free_ports, in_view
+from rendezvous_cluster import ROOT, cluster, in_view
 
 from p2pstate.cli import p2prun
 from p2pstate.errors import EXIT_CONFIG
+from ports import free_ports
 
 SIZES = {"num_nodes_min": 1, "num_nodes_max": 2, "num_witnesses_expected": 1}
 

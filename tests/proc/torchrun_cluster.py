@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
-from rendezvous_cluster import free_ports
+
+from ports import free_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
