@@ -6,6 +6,7 @@ the README for how to use it.
 Layout, from the top down (a file imports only what stands above it):
     errors.py               what can go wrong, by what the reader can do about it
     autoload.py             what torch runs when it has been imported
+    sizes.py                bytes, as a person reads them
     types.py                versions, parts, slot records, rounds
     placement.py            pure: whose nodes keep whose copies
     interval.py             pure: how many steps lie between two versions

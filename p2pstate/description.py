@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from p2pstate.memory_need import RankNeed, bytes_on_nodes
 from p2pstate.placement import Labels, partners
 from p2pstate.redundancy import is_held_elsewhere
+from p2pstate.sizes import size_text
 from p2pstate.state import Collected
 
 __all__ = ["Description", "LeafGroup", "NodeReport", "describe", "leaf_groups"]
@@ -65,14 +66,16 @@ class Description:
         lines = [f"rank {self.rank} on {self.node}, by kind: bytes, and of these bytes that no other node holds anyway"]
         for group in self.groups:
             leaves = f"{group.num_leaves} {'leaf' if group.num_leaves == 1 else 'leaves'}"
-            lines.append(f"  {group.name:<16} {_size(group.num_bytes):>11} {_size(group.unique_bytes):>11}  {leaves}")
+            lines.append(
+                f"  {group.name:<16} {size_text(group.num_bytes):>11} {size_text(group.unique_bytes):>11}  {leaves}"
+            )
         lines.append(f"copies of shard {self.rank}: {', '.join(self.copies_on)}")
         protected = "no step yet" if self.protected_step is None else f"step {self.protected_step}"
         often = f"every {self.every} steps" if self.every > 1 else "after every step"
         often += ", adapted to what it costs (every='auto')" if self.adapting else ""
         lines.append(f"protected: {protected}; committed: step {self.committed_step}; a version {often}")
         lines.append("nodes: host memory for copies, and what happens if the node dies now")
-        lines += [f"  {node.name:<16} {_size(node.memory_bytes):>11}  {node.if_lost}" for node in self.nodes]
+        lines += [f"  {node.name:<16} {size_text(node.memory_bytes):>11}  {node.if_lost}" for node in self.nodes]
         return "\n".join(lines)
 
 
@@ -165,10 +168,3 @@ def _kind(name: str, parameters: AbstractSet[str]) -> str:
     while name and name not in parameters:
         name = name.rpartition("/")[0]  # a part of a tensor that is made of several
     return "parameters" if name else "buffers"
-
-
-def _size(num_bytes: int) -> str:
-    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:.1f} {name}"
-    return f"{num_bytes} B"

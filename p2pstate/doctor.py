@@ -28,6 +28,7 @@ import psutil
 from p2pstate.groups.nccl_settings import conflicts
 from p2pstate.memory import Bound, room
 from p2pstate.options import add_network, operator_config
+from p2pstate.sizes import size_text
 from rendezvous.config import Config, split_endpoint
 from rendezvous.discovery import read_contacts
 from rendezvous.interfaces import interface_host
@@ -296,7 +297,4 @@ def _number(limit: int) -> str:
 
 
 def _bytes(number: int) -> str:
-    if number == resource.RLIM_INFINITY:
-        return "any amount"
-    unit, name = (2**30, "GiB") if number >= 2**30 else (2**20, "MiB")
-    return f"{number / unit:.1f} {name}"
+    return "any amount" if number == resource.RLIM_INFINITY else size_text(number)

@@ -16,7 +16,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Bound", "address_space", "bounds", "mib", "room"]
+from p2pstate.sizes import mib
+
+__all__ = ["Bound", "address_space", "bounds", "room"]
 
 _UNLIMITED_BYTES = 1 << 60  # version 1 writes "no limit" as a number close to 2**63
 
@@ -138,7 +140,3 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(errors="replace").splitlines()
     except OSError:
         return []
-
-
-def mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.0f} MiB"

@@ -14,8 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from p2pstate.memory import Bound, mib
+from p2pstate.memory import Bound
 from p2pstate.placement import Labels, partners, wards
+from p2pstate.sizes import mib
 from p2pstate.slots import slot_bytes
 
 __all__ = ["Decision", "RankNeed", "bytes_on_nodes", "decide"]

@@ -17,7 +17,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from p2pstate.errors import P2PStateError
-from p2pstate.memory import Bound, mib, room
+from p2pstate.memory import Bound, room
+from p2pstate.sizes import mib
 from p2pstate.slots import HEADER_BYTES, Slot
 from p2pstate.types import Part, SlotRecord
 

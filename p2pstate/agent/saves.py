@@ -17,6 +17,7 @@ from typing import Any
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.helpers import Helper, Helpers
 from p2pstate.durable.session import REPEAT_S, Action, Begin, End, Publish, Session, State, Tell, Write, limit_s
+from p2pstate.sizes import size_text
 from p2pstate.types import RoundInfo, Version
 from p2pstate.vault import Vault
 from rendezvous.channel import Message
@@ -281,7 +282,7 @@ class Saves:
             self._longest_s = max(self._longest_s or 0.0, seconds)
         sentence = ""
         if took_part and self._session is not None and self._session.leads:
-            sentence = f"step {version.step} is on disk ({name}, {num_bytes / 2**20:.1f} MiB in {seconds:.2f} s)"
+            sentence = f"step {version.step} is on disk ({name}, {size_text(num_bytes)} in {seconds:.2f} s)"
         self._events.emit(
             "saved",
             sentence,

@@ -12,6 +12,7 @@ from typing import Any
 
 from p2pstate.agent.held import RankProcess
 from p2pstate.agent.weaknesses import Weaknesses
+from p2pstate.sizes import size_text
 from p2pstate.vault import Vault
 from rendezvous.standing import newest_view
 
@@ -68,7 +69,7 @@ def _member(name: str, answers: Answers, view: Mapping[str, Any] | None) -> list
     if answer is None:
         return [f"{line}, did not answer, heard {known['silent_s']:.1f} s ago"]
     if "vault_bytes" in answer:
-        line += f", {answer['num_warm']} warm processes, {answer['vault_bytes'] / 2**20:.1f} MiB of copies"
+        line += f", {answer['num_warm']} warm processes, {size_text(answer['vault_bytes'])} of copies"
     return [line, *(_rank(each) for each in answer.get("ranks", ()))]
 
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from p2pstate.sizes import size_text
+
 if TYPE_CHECKING:
     from p2pstate.durable.catalog import Found
 
@@ -83,7 +85,7 @@ def run_export(options: argparse.Namespace) -> int:
     except (ValueError, OSError, ImportError) as error:
         print(f"p2pstate export: {error}", file=sys.stderr)
         return 1
-    print(f"{options.output}: {num_tensors} tensors, {_mib(num_bytes)}, step {chosen[0].step} of {chosen[0].path}")
+    print(f"{options.output}: {num_tensors} tensors, {size_text(num_bytes)}, step {chosen[0].step} of {chosen[0].path}")
     return 0
 
 
@@ -101,7 +103,9 @@ def _list(options: argparse.Namespace, found: list[Found]) -> int:
             continue
         m = each.manifest
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(m.created_at))
-        print(f"{each.name:24} step {m.version.step}, {m.world_size} ranks, {_mib(m.num_bytes)}, {when} ({m.reason})")
+        print(
+            f"{each.name:24} step {m.version.step}, {m.world_size} ranks, {size_text(m.num_bytes)}, {when} ({m.reason})"
+        )
     return 0
 
 
@@ -128,7 +132,7 @@ def _show(options: argparse.Namespace, found: list[Found]) -> int:
     for each in chosen if options.names else chosen[:1]:
         assert each.manifest is not None
         m = each.manifest
-        print(f"{each.path}: step {m.version.step} of run {m.run[0]}, {m.world_size} ranks, {_mib(m.num_bytes)}")
+        print(f"{each.path}: step {m.version.step} of run {m.run[0]}, {m.world_size} ranks, {size_text(m.num_bytes)}")
         reader = Reader(each)
         for key, (dtype, size) in sorted(reader.tensors().items()):
             print(f"  {key}  {str(dtype).removeprefix('torch.')} {list(size)}")
@@ -203,8 +207,4 @@ class _Progress:
         self._done += num_bytes
         if sys.stderr.isatty() and time.monotonic() - self._said_at >= PROGRESS_INTERVAL_S:
             self._said_at = time.monotonic()
-            print(f"\r{_mib(self._done)} of {_mib(self._total)} read ", end="", file=sys.stderr, flush=True)
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
+            print(f"\r{size_text(self._done)} of {size_text(self._total)} read ", end="", file=sys.stderr, flush=True)

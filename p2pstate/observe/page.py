@@ -19,6 +19,7 @@ from p2pstate.observe.goodput import CATEGORIES, Goodput
 from p2pstate.observe.incidents import PHASES
 from p2pstate.observe.svg import COLOURS, PHASE_COLOURS
 from p2pstate.observe.whole import WINDOWS, headline
+from p2pstate.sizes import size_text
 
 __all__ = ["POLICY", "as_page"]
 
@@ -157,7 +158,7 @@ def _node(node: Mapping[str, Any], run: Mapping[str, Any], asked: str, token: st
     ranks = [rank for rank in run["ranks"] if rank["node"] == node["name"]]
     memory = []
     if node["vault_bytes"]:
-        memory.append(f"{node['vault_bytes'] / 2**20:.1f} MiB of copies")
+        memory.append(f"{size_text(node['vault_bytes'])} of copies")
     if node["num_warm"] is not None:
         memory.append(f"{node['num_warm']} warm processes")
     if node["state"] not in ("alive", "suspect"):

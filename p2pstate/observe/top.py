@@ -17,6 +17,7 @@ from urllib.error import URLError
 
 from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.whole import WINDOWS, headline
+from p2pstate.sizes import size_text
 
 __all__ = ["add_command", "run_command"]
 
@@ -82,7 +83,7 @@ def _render(run: Mapping[str, Any]) -> Any:
     well, state = headline(run)
     nodes = Table("node", "part", "state", "copies", "if it dies now", box=None, header_style="bold")
     for node in run["nodes"]:
-        size = "" if node["vault_bytes"] is None else f"{node['vault_bytes'] / 2**20:.1f} MiB"
+        size = "" if node["vault_bytes"] is None else size_text(node["vault_bytes"])
         nodes.add_row(*map(escape, (node["name"], node["part"], node["state"], size, node["if_it_dies"])))
     ranks = Table("rank", "node", "process", "phase", "step", "protected", box=None, header_style="bold")
     for rank in run["ranks"]:
