@@ -6,7 +6,8 @@ state that can be reached:
 * once a version was protected, a whole version at least as new exists, and would still exist if any node died now, or
   with two copies any two (unless a shard's other copies were lost before and are not back yet);
 * what a plan resumes is the newest whole version, none that went void, and each rank is sent to where that is;
-* all ranks decide alike about capturing, and nothing that is being shipped is overwritten;
+* all ranks decide alike about capturing, also while the interval adapts to what any of them needs, and nothing that is
+  being shipped is overwritten;
 * without another fault the newest step becomes protected.
 
 Then one rule at a time is taken away, and the same exploration has to find out.
@@ -18,7 +19,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 import pytest
-from versions_model import NOTHING, Cluster, Faults, Rules, Violation, explore
+from versions_model import NOTHING, Cluster, Faults, Numbers, Rules, Violation, explore
 
 from p2pstate.plan_recovery import Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
 from p2pstate.types import RoundInfo, SlotRecord, Version
@@ -29,6 +30,7 @@ ALL_OF_TWO, ALL_OF_FOUR, HYBRID = ((0, 1),), ((0, 1, 2, 3),), ((0, 2), (1, 3))
 CRASH, LOSS = Faults(crashes=1), Faults(losses=1)
 CRASH_AND_LOSS = Faults(crashes=1, losses=1)
 SILENCE = Faults(silences=1)
+NEEDS = (1.0, 3.0)  # steps: so much that the interval grows, and so little that it shrinks again
 CRASH_AND_TWO_AT_ONCE, TWO_AT_ONCE = Faults(crashes=1, pairs=1), Faults(pairs=1)
 
 CLUSTERS = {
@@ -37,6 +39,8 @@ CLUSTERS = {
     "two nodes, leaves alike, an error": Cluster(TWO, ALL_OF_TWO, Faults(errors=1), 3),
     "two nodes, leaves alike, two losses": Cluster(TWO, ALL_OF_TWO, Faults(losses=2), 1),
     "two nodes, every second step, a loss": Cluster(TWO, (), LOSS, 4, every=2),
+    "two nodes, an interval that adapts, a crash": Cluster(TWO, (), CRASH, 3, needs=NEEDS, eager=True),
+    "two nodes, an interval that adapts, a loss": Cluster(TWO, (), LOSS, 4, needs=NEEDS, eager=True, brief=True),
     "two nodes of two, leaves alike, a loss": Cluster(TWO_BY_TWO, ALL_OF_FOUR, LOSS, 0),
     "two nodes, three crashes": Cluster(TWO, (), Faults(crashes=3), 1, eager=True),
     "three nodes, a crash": Cluster(RING, (), CRASH, 2, eager=True),
@@ -54,6 +58,10 @@ CLUSTERS = {
     "two copies on four nodes, two lost at once": Cluster(PAIRS, (), TWO_AT_ONCE, 1, copies=2, eager=True, brief=True),
 }
 LARGE = {
+    "two nodes, an interval that adapts, a crash and a loss": Cluster(
+        TWO, (), CRASH_AND_LOSS, 4, needs=NEEDS, eager=True
+    ),
+    "three nodes, an interval that adapts, a crash": Cluster(RING, (), CRASH, 2, needs=NEEDS, eager=True),
     "two nodes, one falls silent and comes back": Cluster(TWO, (), SILENCE, 2),
     "three nodes, a crash": Cluster(RING, (), CRASH, 2),
     "three nodes, a loss": Cluster(RING, (), LOSS, 2),
@@ -76,6 +84,13 @@ LARGE = {
 }
 
 
+@pytest.fixture(autouse=True)
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interval that adapts does so at the second vote that asks for it: more do not fit within the bounds."""
+    monkeypatch.setattr("p2pstate.interval.NUM_VOTES_UP", 2)
+    monkeypatch.setattr("p2pstate.interval.NUM_VOTES_DOWN", 2)
+
+
 @pytest.mark.parametrize("name", CLUSTERS)
 def test_every_state_within_the_bounds_keeps_every_invariant(name: str) -> None:
     explored = explore(CLUSTERS[name])
@@ -94,9 +109,14 @@ def forgets_what_it_keeps(course: Course, version: Version, keep: Version) -> Co
     return replace(course.resumed(keep), kept=None)
 
 
-def never_tries_again(course: Course, step: int, everywhere: Version, mine: Version) -> Course:
+def never_tries_again(course: Course, step: int, outcome: Numbers, mine: Numbers) -> Course:
     del mine
-    return course.committed(step, NOTHING if step > 1 else everywhere)
+    return course.committed(step, NOTHING if step > 1 else outcome.complete)
+
+
+def goes_on_with_its_interval(course: Course, version: Version, keep: Version) -> Course:
+    del version
+    return replace(course.resumed(keep), every=course.every, interval=course.interval)
 
 
 def goes_back_too_far(
@@ -120,13 +140,25 @@ MUTANTS = {
         "was protected, and None is the newest that is whole",
     ),
     "captured before the version before is protected": (
-        Rules(committed=lambda course, step, everywhere, mine: course.committed(step, course.captured or everywhere)),
+        Rules(
+            committed=lambda course, step, outcome, mine: course.committed(step, course.captured or outcome.complete)
+        ),
         Cluster(TWO, (), Faults(), 2),
         "while .* is being shipped",
     ),
     "a rank decides by what it has completed itself": (
-        Rules(committed=lambda course, step, everywhere, mine: course.committed(step, mine)),
+        Rules(committed=lambda course, step, outcome, mine: course.committed(step, mine.complete)),
         Cluster(TWO, (), Faults(), 2),
+        "decides otherwise than the others",
+    ),
+    "a rank goes by what it needs itself": (
+        Rules(committed=lambda course, step, outcome, mine: course.committed(step, outcome.complete, mine.need)),
+        Cluster(TWO, (), Faults(), 4, needs=NEEDS, eager=True),
+        "decides otherwise than the others",
+    ),
+    "survivors go on with the interval they had": (
+        Rules(resumed=goes_on_with_its_interval),
+        Cluster(TWO, (), CRASH, 3, needs=NEEDS, eager=True),
         "decides otherwise than the others",
     ),
     "void versions are used": (

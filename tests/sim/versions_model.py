@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from p2pstate.interval import Interval
 from p2pstate.placement import partners, wards
 from p2pstate.plan_recovery import NOTHING_TO_LOSE_STEP, Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
 from p2pstate.types import Part, RoundInfo, SlotRecord, Start, Version, Worker
@@ -63,6 +64,15 @@ class Known(NamedTuple):
     kept: Version | None
     captured: Version | None
     due: bool
+    interval: Interval | None
+
+
+class Numbers(NamedTuple):
+    """What one rank votes, or what comes of all their votes: what is complete, and of an interval that adapts the
+    steps that are needed."""
+
+    complete: Version
+    need: float
 
 
 class Rank(NamedTuple):
@@ -74,7 +84,8 @@ class Rank(NamedTuple):
 
 class Vote(NamedTuple):
     step: int
-    complete: Version
+    outcome: Numbers
+    needs: tuple[float, ...]  # of every rank
     captures: bool | None  # what the first rank that learned the outcome made of it
 
 
@@ -94,9 +105,6 @@ class Faults(NamedTuple):
     pairs: int = 0
     errors: int = 0
     silences: int = 0
-
-
-NO_COURSE = Known(None, None, False)
 
 
 class State(NamedTuple):
@@ -120,8 +128,8 @@ class State(NamedTuple):
 class Rules:
     """The rules under test, each replaceable by a mutant."""
 
-    committed: Callable[[Course, int, Version, Version], Course] = lambda course, step, everywhere, mine: (
-        course.committed(step, everywhere)
+    committed: Callable[[Course, int, Numbers, Numbers], Course] = lambda course, step, outcome, mine: course.committed(
+        step, *outcome
     )
     resumed: Callable[[Course, Version, Version], Course] = lambda course, version, keep: course.resumed(keep)
     next_slot: Callable[[tuple[Version | None, Version | None], Version | None], int] = next_slot
@@ -132,6 +140,7 @@ class Rules:
 @dataclass(frozen=True)
 class Cluster:
     """``places``: of every rank. ``shared``: sets of ranks that hold leaves alike; a rank is in one set at most.
+    ``needs``: the interval adapts, and any rank may need any of these at any vote, the first of them at last.
     ``copies``: of each shard besides the own node's; ``lean``: there is none on that.
 
     ``eager``: from its capture on a rank counts as writing its wards' slots, earlier than a message can begin: less is
@@ -144,6 +153,7 @@ class Cluster:
     faults: Faults
     max_step: int
     every: int = 1
+    needs: tuple[float, ...] = ()
     copies: int = 1
     eager: bool = False
     brief: bool = False
@@ -264,9 +274,11 @@ class Model:
         least = min(renamings, key=lambda renaming: renaming.ranks(keys))
         if least is renamings[0]:
             return state
+        vote = state.vote
         return state._replace(
             held=least.ranks(state.held),
             ranks=least.ranks(state.ranks),
+            vote=vote and vote._replace(needs=least.ranks(vote.needs)),
             turns=least.places(state.turns),
             lost=frozenset(least.names[place] for place in state.lost),
             away=away and away._replace(place=least.names[away.place]),
@@ -310,7 +322,8 @@ class Model:
                         yield f"rank {r} receives", after
         together = state.vote is None and all(rank.doing is RUNS for rank in ranks)
         if together and not any(rank.course.due for rank in ranks):
-            yield "vote", self.cast(state)
+            for needs in itertools.product(self.cluster.needs or (1.0,), repeat=len(ranks)):
+                yield f"vote, needs {needs}" if self.cluster.needs else "vote", self.cast(state, needs)
 
     def capture(self, state: State, r: int) -> State:
         rank = state.ranks[r]
@@ -356,19 +369,19 @@ class Model:
             return state._replace(ranks=ranks, held=held, protected=protected, lost=frozenset())
         return state._replace(ranks=ranks, held=held)
 
-    def cast(self, state: State) -> State:
+    def cast(self, state: State, needs: tuple[float, ...]) -> State:
         """All ranks vote. The gate takes the minimum of each field."""
         complete = [self._complete(rank) for rank in state.ranks]
         steps = {rank.step for rank in state.ranks}
         if len(steps) > 1:
             raise Violation(f"ranks vote on different steps: {steps}")
         least = Version(min(v.epoch for v in complete), min(v.step for v in complete))
-        return state._replace(vote=Vote(steps.pop() + 1, least, None))
+        return state._replace(vote=Vote(steps.pop() + 1, Numbers(least, max(needs)), needs, None))
 
     def commit(self, state: State, r: int) -> State:
         rank, vote = state.ranks[r], state.vote
         assert vote is not None
-        course = self._committed(rank.course, vote.step, vote.complete, self._complete(rank))
+        course = self._committed(rank.course, vote.step, vote.outcome, Numbers(self._complete(rank), vote.needs[r]))
         if vote.captures is not None and course.due != vote.captures:
             raise Violation(f"rank {r} decides otherwise than the others about capturing step {vote.step}")
         after = _with_rank(state, r, rank._replace(course=course, step=vote.step))
@@ -406,14 +419,14 @@ class Model:
         if plan.version != newest:
             raise Violation(f"the plan resumes {plan.version}, the newest that is whole is {newest}")
         self._check_fetches(state.held, plan)
-        joins = Rank(JOINS, NO_COURSE, plan.version.step, None)
-        return after._replace(ranks=(joins,) * len(state.ranks), plan=(plan.version, plan.keep))
+        joins = tuple(Rank(JOINS, rank.course, plan.version.step, None) for rank in state.ranks)
+        return after._replace(ranks=joins, plan=(plan.version, plan.keep))
 
     def resume(self, state: State, r: int) -> State:
         """One rank has the state, as all have; its agent remembers which version that was."""
         assert state.plan is not None
         version, keep = state.plan
-        course = _known(self.rules.resumed(Course(self.cluster.every), version, keep))
+        course = _known(self.rules.resumed(self._course(state.ranks[r].course), version, keep))
         after = _with_rank(state, r, Rank(RUNS, course, version.step, None))
         place, turn = self.cluster.places[r], (state.epoch, version)
         after = after._replace(turns=_put(after.turns, place, after.turns[place] | {turn}))
@@ -467,7 +480,9 @@ class Model:
     def _fail(self, state: State, dead: Sequence[int] = ()) -> State:
         """The round is over: the dead are replaced, the others stop; from now on no slot is written."""
         ranks = tuple(
-            Rank(NEW, NO_COURSE, 0, None) if r in dead or rank.doing is NEW else Rank(WAITS, NO_COURSE, rank.step, None)
+            Rank(NEW, self._newcomer, 0, None)
+            if r in dead or rank.doing is NEW
+            else Rank(WAITS, self._newcomer._replace(interval=rank.course.interval), rank.step, None)
             for r, rank in enumerate(state.ranks)
         )
         return state._replace(failed=True, ranks=ranks, vote=None, plan=None)
@@ -552,20 +567,29 @@ class Model:
 
     # -- details
 
-    def _committed(self, known: Known, step: int, everywhere: Version, mine: Version) -> Known:
-        key = (known, step, everywhere, mine)
+    def _committed(self, known: Known, step: int, outcome: Numbers, mine: Numbers) -> Known:
+        key = (known, step, outcome, mine)
         if key not in self._courses:
-            course = Course(self.cluster.every, *known)
-            self._courses[key] = _known(self.rules.committed(course, step, everywhere, mine))
+            self._courses[key] = _known(self.rules.committed(self._course(known), step, outcome, mine))
         return self._courses[key]
 
     def _captured(self, known: Known, version: Version) -> Known:
         if (known, version) not in self._courses:
-            self._courses[known, version] = _known(Course(self.cluster.every, *known).captures(version))
+            self._courses[known, version] = _known(self._course(known).captures(version))
         return self._courses[known, version]
 
     def _begun(self) -> Known:
-        return _known(Course(self.cluster.every).begun())
+        return _known(self._course(self._newcomer).begun())
+
+    @functools.cached_property
+    def _newcomer(self) -> Known:
+        """What a process knows that has just started. (Of one that waits for a round only the interval may matter.)"""
+        return Known(None, None, False, Interval() if self.cluster.needs else None)
+
+    def _course(self, known: Known) -> Course:
+        kept, captured, due, interval = known
+        every = self.cluster.every if interval is None else interval.every
+        return Course(every, kept, captured, due, interval=interval)
 
     def _plan(self, state: State, epoch: int) -> Plan | StartOver | StateLost:
         turns = frozenset().union(*state.turns)
@@ -616,7 +640,7 @@ def is_void(version: Version, turns: frozenset[tuple[int, Version]]) -> bool:
 
 
 def _known(course: Course) -> Known:
-    return Known(course.kept, course.captured, course.due)
+    return Known(course.kept, course.captured, course.due, course.interval)
 
 
 def _put(items: tuple, index: int, item: object) -> tuple:
