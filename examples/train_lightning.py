@@ -42,12 +42,12 @@ class Language(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": warm_up, "interval": "step"}}
 
     def train_dataloader(self) -> Loader:
-        data = Counting(96, 24)
+        data = Counting(64, 24)
         ranks = {"rank": dist.get_rank(), "num_ranks": dist.get_world_size()}
         return Loader(data, batch_sampler=Sampler(Shuffled(len(data), seed=1), batch_size=4, **ranks), num_workers=1)
 
     def val_dataloader(self) -> torch.utils.data.DataLoader[Any]:
-        return torch.utils.data.DataLoader(Counting(16, 24), batch_size=4)
+        return torch.utils.data.DataLoader(Counting(160, 24), batch_size=4)
 
 
 def main() -> None:
@@ -64,7 +64,7 @@ def main() -> None:
     lightning.seed_everything(1000 + rank, verbose=False)  # dropout differs from rank to rank
 
     stopping = EarlyStopping("val_loss", patience=100)
-    best = ModelCheckpoint(args.out / "lightning", monitor="val_loss", save_top_k=1)
+    best = ModelCheckpoint(args.out / "lightning", monitor="val_loss", save_top_k=-1)
     trainer = lightning.Trainer(
         accelerator="cpu",
         strategy="ddp",
@@ -79,7 +79,9 @@ def main() -> None:
     )
     trainer.fit(model)
 
-    averages = nn.ParameterDict({name: value.float() for name, value in sorted(trainer.callback_metrics.items())})
+    scores = {f"score{n}": value for n, (_, value) in enumerate(sorted(best.best_k_models.items()))}
+    found = {**scores, **trainer.callback_metrics}
+    averages = nn.ParameterDict({name: value.float() for name, value in sorted(found.items())})
     optimizer = trainer.optimizers[0]
     scheduler = trainer.lr_scheduler_configs[0].scheduler
     save_final_state(args.out, rank, nn.ModuleList([model, averages]), optimizer, scheduler)

@@ -150,6 +150,7 @@ class FitProgress:
             "logged_by": [logs._first_loop_iter, logs._current_fx],
             "callback_metrics": dict(logs._callback_metrics),
             "metrics": {name: _metric_state(metric) for name, metric in self._metrics().items()},
+            "num_validated": dict(loop.epoch_loop.val_loop._seen_batches_per_dataloader),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -171,6 +172,10 @@ class FitProgress:
                 _restore_metric(metric, state["metrics"][name])
             else:
                 metric.reset()
+        validation = loop.epoch_loop.val_loop
+        validation._results.reset(metrics=False)  # averages of a validation that a fault has interrupted
+        validation._seen_batches_per_dataloader.clear()
+        validation._seen_batches_per_dataloader.update(state["num_validated"])
 
     def _metrics(self) -> dict[str, Metric]:
         """Those of the module, and those in which Lightning averages what is logged."""
