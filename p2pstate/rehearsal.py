@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from p2pstate.plan_recovery import WRAPPER_CHANGES
 
-__all__ = ["Rehearsals"]
+__all__ = ["NUM_STEPS", "Rehearsals"]
 
 NUM_STEPS = 2  # DistributedDataParallel is settled after two
 NUM_STEPS_TOGETHER = 1  # without one, where no survivor is ahead: an optimizer has its state after one

@@ -40,7 +40,7 @@ from p2pstate.observe.meter import METER
 from p2pstate.observe.tracking import Tracking, values_of
 from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
-from p2pstate.rehearsal import Rehearsals
+from p2pstate.rehearsal import NUM_STEPS, Rehearsals
 from p2pstate.resume import Disk
 from p2pstate.rounds import Rounds
 from p2pstate.state import TrainingState
@@ -238,6 +238,8 @@ class Loop:
             self._discard_pending = True
         elif block.voted is not None and block.voted.boundary:
             self._commit(block, block.voted)
+        if self._rehearsals.num_steps >= NUM_STEPS:
+            self._end_journal()
         return False
 
     def _go(self) -> None:
@@ -356,10 +358,18 @@ class Loop:
             self.protection.begin()
 
     def _hand_over_journal(self) -> None:
-        """What collectives returned up to here is for newcomers; from here on they rehearse."""
-        journal, STATUS.journal = STATUS.journal, None
-        if isinstance(journal, Recording) and STATUS.error is None and (packed := journal.pack()):
-            self._link.send("journal", packed=packed)
+        """What collectives returned up to here is for newcomers, who do the same alone."""
+        journal = STATUS.journal
+        if isinstance(journal, Recording):
+            journal.in_steps = True
+            if STATUS.error is None and (packed := journal.pack()):
+                self._link.send("journal", packed=packed)
+
+    def _end_journal(self) -> None:
+        """From here on newcomers are with the others."""
+        if STATUS.journal is not None:
+            self._hand_over_journal()
+            STATUS.journal = None
 
     def _finish(self) -> bool:
         return self._end.finish(self._rounds.epoch, self.step)
@@ -370,6 +380,7 @@ class Loop:
     def _recover(self) -> None:
         """Forget the discarded step, and go on from the version that everybody resumes."""
         newcomer = self._must_join
+        self._end_journal()
         METER.release()
         if not newcomer:
             STATUS.fail(P2PStateError("this rank discarded its step"))

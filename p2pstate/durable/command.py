@@ -38,6 +38,7 @@ def add_commands(commands: Any) -> None:
     export.add_argument("path", metavar="PLACE", help="what Replicator(checkpoint=...) was given")
     export.add_argument("output", type=Path, metavar="FILE.safetensors")
     export.add_argument("--name", help="of the checkpoint; the newest complete one otherwise")
+    export.add_argument("--rank", type=int, help="write what differs from rank to rank as this one has it")
 
 
 def run_checkpoints(options: argparse.Namespace) -> int:
@@ -70,7 +71,7 @@ def run_checkpoints(options: argparse.Namespace) -> int:
 def run_export(options: argparse.Namespace) -> int:
     """Exit code."""
     from p2pstate.durable.catalog import damaged_files, list_checkpoints
-    from p2pstate.durable.export import export_weights
+    from p2pstate.durable.export import differing, export_weights
     from p2pstate.durable.remote import open_storage
 
     try:
@@ -81,11 +82,19 @@ def run_export(options: argparse.Namespace) -> int:
         damaged = damaged_files(chosen[0], progress=_Progress(_num_bytes(chosen[:1])))
         if damaged:
             raise ValueError(f"{chosen[0].name}: {'; '.join(damaged)}")
-        num_tensors, num_bytes = export_weights(chosen[0], options.output)
+        num_tensors, num_bytes = export_weights(chosen[0], options.output, options.rank)
+        several = differing(chosen[0]) if options.rank is None else []
     except (ValueError, OSError, ImportError) as error:
         print(f"p2pstate export: {error}", file=sys.stderr)
         return 1
     print(f"{options.output}: {num_tensors} tensors, {size_text(num_bytes)}, step {chosen[0].step} of {chosen[0].path}")
+    if several:
+        print(
+            f"p2pstate export: {len(several)} of them (such as {several[0]}) differ from rank to rank, and are as the "
+            "first rank has them; --rank takes another one's. Stages of a pipeline and layers that are cut by hand are "
+            "whole in one file only where no two parts have the same name",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -1,7 +1,8 @@
 """The weights of a checkpoint as a safetensors file, for whoever trains no further.
 
 In: a checkpoint. Out: one file with every parameter and buffer of the models under its name in the model,
-whole, and the step in the file's own metadata. Known limit: all weights are in memory at once.
+whole, and the step in the file's own metadata. A tensor that differs from rank to rank is that of one rank.
+Known limit: all weights are in memory at once.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ import torch
 
 from p2pstate.durable.catalog import Found
 from p2pstate.durable.dcp_read import Reader
-from p2pstate.durable.keys import key_of, path_of
+from p2pstate.durable.keys import key_of, path_of, rank_key
 from p2pstate.durable.manifest import Manifest
 
-__all__ = ["export_weights", "read_weights", "weight_names"]
+__all__ = ["differing", "export_weights", "read_weights", "weight_names"]
 
 
 def weight_names(manifest: Manifest) -> dict[str, str]:
@@ -27,21 +28,42 @@ def weight_names(manifest: Manifest) -> dict[str, str]:
     return {key_of(path[1:] if single else path): key_of(path) for path in paths}
 
 
-def read_weights(found: Found) -> dict[str, torch.Tensor]:
-    """Every parameter and buffer of the models, whole, by its name in the model. Raises OSError."""
+def read_weights(found: Found, rank: int | None = None) -> dict[str, torch.Tensor]:
+    """Every parameter and buffer of the models, whole, by its name in the model. Raises OSError.
+
+    ``rank``: as this one has them; otherwise what differs is of the first rank that has it.
+    """
     assert found.manifest is not None
     reader = Reader(found)
-    return reader.read({name: reader.whole(key) for name, key in weight_names(found.manifest).items()})
+    there = reader.tensors()
+
+    def key_for(key: str) -> str:
+        alone = "" if rank is None else rank_key(rank, key)
+        return alone if alone in there else key
+
+    names = weight_names(found.manifest)
+    return reader.read({name: reader.whole(key_for(key)) for name, key in names.items()})
 
 
-def export_weights(found: Found, target: Path) -> tuple[int, int]:
+def differing(found: Found) -> list[str]:
+    """Names of what several ranks have under one name, and differently."""
+    assert found.manifest is not None
+    there, ranks = Reader(found).tensors(), range(found.manifest.world_size)
+    names = weight_names(found.manifest)
+    return [name for name, key in names.items() if sum(rank_key(rank, key) in there for rank in ranks) > 1]
+
+
+def export_weights(found: Found, target: Path, rank: int | None = None) -> tuple[int, int]:
     """Write ``target``; returns (number of tensors, bytes). Raises ImportError, OSError, ValueError."""
     try:
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError("export needs the package safetensors: pip install 'p2pstate[export]'") from error
     assert found.manifest is not None
-    tensors = read_weights(found)
+    num_ranks = found.manifest.world_size
+    if rank is not None and not 0 <= rank < num_ranks:
+        raise ValueError(f"there is no rank {rank} in it: it was written by ranks 0 to {num_ranks - 1}")
+    tensors = read_weights(found, rank)
     partial = target.with_name(target.name + ".partial")
     save_file(tensors, partial, metadata={"format": "pt", "step": str(found.manifest.version.step)})
     os.replace(partial, target)

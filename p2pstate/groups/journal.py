@@ -1,13 +1,15 @@
-"""What collectives returned before the training loop, so that a newcomer, which is alone there, gets the same answers.
+"""What collectives returned at the start, so that a newcomer, which is alone there, gets the same answers.
 
-In: the outputs of this process's collectives, one after the other in each group. Out: bytes for the agent to keep; and
-from them, in a process that takes the rank later, the same outputs for the same calls. A script may thus broadcast
-objects, gather them or call ``dcp.load`` before its loop, and still be joined in place.
+In: the outputs of this process's collectives, one after the other in each group, until it has done its first steps.
+Out: bytes for the agent to keep; and from them, in a process that takes the rank later, the same outputs for the same
+calls. A script may thus broadcast objects, gather them or call ``dcp.load`` before its loop, and stages of a pipeline
+may tell each other in their first step what they will send, and still be joined in place.
 
 Invariants: answers are opaque bytes, copied into tensors of exactly the same size; a call that differs from the
 recorded one ends the replay, for the script has taken another way; both are bounded.
 Known limits: outputs of more than ``MAX_OUTPUT_BYTES`` are not kept, and a newcomer gets an echo (see echo.py) in their
-place: parameters, which are restored afterwards; so do calls after the first ``MAX_BYTES`` in all.
+place: parameters, which are restored afterwards; so do calls after the first ``MAX_BYTES`` in all. Of what a step
+receives, less is kept (``MAX_STEP_OUTPUT_BYTES``), and nothing from a card, which is not to be waited for there.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import torch
 __all__ = ["MAX_BYTES", "Recording", "Replay"]
 
 MAX_OUTPUT_BYTES = 1 << 20  # of one call
+MAX_STEP_OUTPUT_BYTES = 1 << 16  # of one call in a step: rather what is said about tensors than what is in them
 MAX_BYTES = 4 << 20  # in all
 CALL_BYTES = 64  # what an entry takes besides its outputs
 
@@ -33,13 +36,17 @@ class Recording:
         self._lock = threading.Lock()
         self._calls: dict[tuple[str, int], tuple[str, list[bytes]]] = {}
         self._left_bytes = MAX_BYTES
+        self.in_steps = False  # what comes now comes in the first steps
 
     def ended(self, key: str, number: int, name: str, outputs: Any) -> None:
         """The call has ended well. Told again, it changes nothing: the outputs may belong to somebody else by now."""
         tensors = list(_tensors(outputs))
         num_bytes = sum(tensor.nbytes for tensor in tensors)
+        most = MAX_STEP_OUTPUT_BYTES if self.in_steps else MAX_OUTPUT_BYTES
+        if self.in_steps and any(tensor.device.type != "cpu" for tensor in tensors):
+            return
         with self._lock:
-            if (key, number) in self._calls or num_bytes > MAX_OUTPUT_BYTES:
+            if (key, number) in self._calls or num_bytes > most:
                 return
             self._left_bytes -= num_bytes + CALL_BYTES
             if self._left_bytes >= 0:

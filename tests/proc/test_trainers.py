@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import time
@@ -81,13 +82,16 @@ def test_trainer_ends_with_the_same_bits_after_a_lost_rank_and_a_lost_node(
 
 
 @pytest.mark.trainers
-def test_loop_with_groups_made_by_hand_and_a_distributed_optimizer_ends_with_the_same_bits_after_the_same_losses(
-    tmp_path: Path, fork_server: dict[str, str]
+@pytest.mark.parametrize("name", ["train_megatron_style.py", "train_pipeline.py"])
+def test_loop_with_more_than_data_parallelism_ends_with_the_same_bits_after_the_same_losses_in_place(
+    tmp_path: Path, fork_server: dict[str, str], name: str
 ) -> None:
-    arguments = ("train_megatron_style.py", 60, fork_server)
+    arguments = (name, 60, fork_server)
     undisturbed = train(tmp_path / "undisturbed", *arguments, faults=False, num_workers=2)
     faulted = train(tmp_path / "faulted", *arguments, faults=True, num_workers=2)
     assert_same_states(faulted, undisturbed, num_ranks=4)
+    events = [json.loads(line) for path in (tmp_path / "faulted").glob("events-*") for line in path.open()]
+    assert {event["start"] for event in events if event["event"] == "view"} == {"fresh", "in_place"}
 
 
 class AccelerateLaunches(Torchruns):

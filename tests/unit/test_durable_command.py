@@ -76,6 +76,7 @@ def test_delete_removes_what_is_named_but_never_the_last_good_one(
         (["checkpoints", "ck", "show", "000009-step90"], "no checkpoint called 000009-step90"),
         (["export", "ck", "out.safetensors", "--name", "000003-step30"], "no complete checkpoint 000003-step30"),
         (["export", "nowhere", "out.safetensors"], "no complete checkpoint in nowhere"),
+        (["export", "ck", "out.safetensors", "--rank", "4"], "there is no rank 4 in it"),
     ],
 )
 def test_mistake_is_said_in_one_sentence(
@@ -86,7 +87,9 @@ def test_mistake_is_said_in_one_sentence(
     assert sentence in capsys.readouterr().err
 
 
-def test_export_writes_whole_weights_under_their_own_names(root: Path, tmp_path: Path) -> None:
+def test_export_writes_whole_weights_under_their_own_names(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     target = tmp_path / "weights.safetensors"
     assert main(["export", str(root), str(target)]) == 0
     weights = load_file(target)
@@ -94,7 +97,14 @@ def test_export_writes_whole_weights_under_their_own_names(root: Path, tmp_path:
     assert torch.equal(weights["w"], matrix(20))
     assert torch.equal(weights["bias"], bias(20))
     assert torch.equal(weights["norm.mean"], mean(0, 20))
+    assert "1 of them (such as norm.mean) differ from rank to rank" in capsys.readouterr().err
     with safe_open(target, "pt") as file:
         assert file.metadata()["step"] == "20"
     assert main(["export", str(root), str(target), "--name", "000001-step10"]) == 0
     assert torch.equal(load_file(target)["w"], matrix(10))
+    capsys.readouterr()
+    assert main(["export", str(root), str(target), "--rank", "2"]) == 0
+    assert not capsys.readouterr().err
+    weights = load_file(target)
+    assert torch.equal(weights["norm.mean"], mean(2, 20))
+    assert torch.equal(weights["bias"], bias(20))

@@ -61,6 +61,22 @@ def test_outputs_that_are_told_twice_are_kept_as_they_were_first(recording: Reco
     assert out.item() == 7
 
 
+def test_of_the_first_steps_only_small_outputs_on_the_host_are_kept(recording: Recording) -> None:
+    recording.in_steps = True
+    sizes = journal.MAX_STEP_OUTPUT_BYTES, journal.MAX_STEP_OUTPUT_BYTES + 1
+    for number, num_bytes in enumerate(sizes, start=1):
+        recording.ended("stages", number, "recv", [torch.ones(num_bytes, dtype=torch.uint8)])
+    recording.ended("stages", 3, "recv", [torch.ones(1, device="meta")])
+    replay = Replay(recording.pack())
+    outs = [torch.zeros(num_bytes, dtype=torch.uint8) for num_bytes in (*sizes, 4)]
+    assert [replay.answer("stages", number, "recv", [out]) for number, out in enumerate(outs, 1)] == [
+        True,
+        False,
+        False,
+    ]
+    assert outs[0].all()
+
+
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "MAX_OUTPUT_BYTES", 100)
     monkeypatch.setattr(journal, "MAX_BYTES", 400)
