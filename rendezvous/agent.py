@@ -4,7 +4,8 @@ Flows in: one message of settings from the launcher (over the descriptor named i
 the workers. Flows out: views, verdicts and waiting reasons for the launcher, sentences on standard error.
 Invariants: launcher and agent share their fate: when the launcher ends, its workers are ended and the node leaves; the
 run ends only by a verdict (every place of the round done, or failed with too few nodes left), never because one
-member left.
+member left; before this node leaves or the run ends badly, companions have saved what they hold. SIGTERM and SIGINT,
+which schedulers send to every process of a node, are the launcher's to answer.
 Limits: workers are found by a variable in their environment, so one that clears it and outlives its parent is not.
 """
 
@@ -13,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import select
+import signal
 import socket
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rendezvous import completion
@@ -60,6 +62,8 @@ class NodeAgent:
         self._done_round = 0  # in which this node's workers have all finished
         self._waiting = ""  # why there is no view
         self._ending = False
+        self._drained = False  # nothing is left to be saved any more
+        self._evicted = False
         self.node = Node(config, self)
         self._completion = Completion(self.node, lambda round_: round_ == self._done_round, self._finished)
         self._server = LocalServer(self.node, self._on_local, self._on_local_closed)
@@ -148,17 +152,17 @@ class NodeAgent:
                 status |= companion.status()
             return status
         if kind == "stop" and isinstance(body, str):
-            self.node.declare(Verdict(EXIT_STOPPED, f"stopped by an operator: {body}", self.node.key))
+            self._fail(EXIT_STOPPED, f"stopped by an operator: {body}")
             return {"taken": True}
         return None
 
     def on_verdict(self, verdict: Verdict) -> None:
         self.say(f"the run has ended: {verdict.text}")
         self._tell("verdict", code=verdict.code, text=verdict.text)
-        if self._launcher is None:
-            self._stop_soon()
+        self._stop_if_over()
 
     def on_evicted(self, reason: str) -> None:
+        self._evicted = True
         self.say(reason)
         self._tell("evicted", reason=reason)
 
@@ -201,7 +205,7 @@ class NodeAgent:
         others = [r for key, r in self.node.members().items() if key != me and r.live and r.member.role is Role.NODE]
         if len(others) < self.config.num_nodes_min:
             needed = f"{self.config.num_nodes_min} training nodes are needed and {len(others)} would be left"
-            self.node.declare(Verdict(1, f"{reason}; {needed}", me))
+            self._fail(1, f"{reason}; {needed}")
         else:
             self._leave(reason)
 
@@ -209,7 +213,7 @@ class NodeAgent:
         self._leave(reason)
 
     def _on_close(self, reason: str) -> None:
-        self.node.declare(Verdict(1, f"{self.config.name}: {reason}", self.node.key))
+        self._fail(1, f"{self.config.name}: {reason}")
 
     def _on_local_closed(self, channel: Channel) -> None:
         if channel is self._launcher:
@@ -229,7 +233,7 @@ class NodeAgent:
             self.say(f"torchrun has ended: {num_killed} processes that it left behind were ended")
         if self.node.verdict is None:
             self._leave("its torchrun has ended")
-        self._stop_soon()
+        self._stop_if_over()
 
     # -- the end
 
@@ -237,9 +241,32 @@ class NodeAgent:
         self.node.declare(Verdict(0, "finished: the workers of every node ended well", self.node.key))
 
     def _leave(self, reason: str) -> None:
-        if not self._ending:
-            self._ending = True
-            self.node.leave(reason)
+        self._drain(reason, lambda: self.node.leave(reason))
+
+    def _fail(self, code: int, reason: str) -> None:
+        self._drain(reason, lambda: self.node.declare(Verdict(code, reason, self.node.key)))
+
+    def _drain(self, reason: str, end: Callable[[], None]) -> None:
+        """Call `end` once companions have saved what they hold. Only the first call counts."""
+        if self._ending:
+            return
+        self._ending = True
+        # A node that is counted out has nothing that is still the run's.
+        remaining = [] if self._evicted else list(self._companions)
+
+        def go_on() -> None:
+            if remaining:
+                remaining.pop().drain(reason, go_on)
+                return
+            self._drained = True
+            end()
+            self._stop_if_over()
+
+        go_on()
+
+    def _stop_if_over(self) -> None:
+        if self._launcher is None and (self._drained or not self._ending):
+            self._stop_soon()
 
     def _stop_soon(self) -> None:
         self.node.call_later(_LINGER_S, self.node.stop)
@@ -281,6 +308,8 @@ def claim_name(run_id: str, host: str) -> tuple[str, socket.socket]:
 
 def main() -> int:
     """``python -m rendezvous.agent FD``: settings come over the descriptor, never on the command line."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # also in what companions start
     launcher = Channel(socket.socket(fileno=int(sys.argv[1])), blocking=False)
     try:
         settings = _receive_settings(launcher)

@@ -8,7 +8,7 @@ Invariants: `rendezvous` imports no companion by name; one that cannot be loaded
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from rendezvous.channel import Channel, Message
@@ -17,6 +17,7 @@ from rendezvous.node import Node
 from rendezvous.types import MemberChange, MemberKey, View
 
 GROUP = "rendezvous.agents"
+DRAIN_WITHIN_S = 22.0  # schedulers kill half a minute after their first signal
 
 
 class Host(Protocol):
@@ -58,6 +59,10 @@ class Companion(Protocol):
 
     def status(self) -> dict[str, Any]:
         """Joins what the agent answers to an operator who asks how the node is."""
+
+    def drain(self, reason: str, then: Callable[[], None]) -> None:
+        """This node leaves, or the run ends badly: save what must not be lost with this process, then call `then`,
+        once. At once if there is nothing to do, always within DRAIN_WITHIN_S."""
 
     def close(self) -> None: ...
 

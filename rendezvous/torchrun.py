@@ -10,6 +10,7 @@ from the exception under way when it says good-bye.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import json
 import os
@@ -34,6 +35,7 @@ from torch.distributed.elastic.rendezvous import (
 
 from rendezvous.autoload import ENV_AGENT, ENV_LAUNCHER, ENV_ROUND
 from rendezvous.channel import Channel, Message
+from rendezvous.companion import DRAIN_WITHIN_S
 from rendezvous.config import Config
 from rendezvous.local import LocalClient
 from rendezvous.store import EpochStore, StoreChannel, StoreEnded, channel_to
@@ -140,10 +142,11 @@ class AgentProcess:
             self._changed.wait_for(lambda: self.verdict or self.lost or self.newest_round > of_round, timeout_s)
 
     def close(self) -> None:
-        """End the agent; it needs a moment to say good-bye to the others."""
+        """End the agent, which needs a moment to say good-bye to the others, and more where companions have something
+        to save."""
         self.client.close()
         try:
-            self._process.wait(_CLOSE_S)
+            self._process.wait(DRAIN_WITHIN_S + _CLOSE_S)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -262,6 +265,9 @@ class P2PHandler(RendezvousHandler):
             print(f"rendezvous: {previous.lost}; this node joins anew", file=sys.stderr)
             previous.close()
             self._round = 0
+        else:
+            # torchrun does not say good-bye when a signal ends it; what its agent holds is saved before it is gone.
+            atexit.register(self._torchrun_ends)
         agent = self._agent = AgentProcess(self._settings, rejoin=previous is not None)
         os.environ.pop("P2PSTATE_KEY", None)  # workers have no use for it, and user code may print its environment
         agent.wait_ready()
@@ -285,6 +291,13 @@ class P2PHandler(RendezvousHandler):
             return 0
         return int(agent.newest_round > self._round or bool(agent.lost) or agent.verdict is not None)
 
+    def _torchrun_ends(self) -> None:
+        agent = self._agent
+        if agent is not None:
+            error = getattr(sys, "last_value", None)  # what ended the interpreter
+            agent.client.send("leave", reason=_ended_with(error) if error is not None else "its torchrun has ended")
+            agent.close()
+
     def shutdown(self) -> bool:
         """Called by torchrun at its end: say how it ended, and leave."""
         agent = self._agent
@@ -298,7 +311,11 @@ class P2PHandler(RendezvousHandler):
             elif isinstance(error, ChildFailedError):
                 agent.client.send("failed", reason="its workers failed and its restarts are used up")
             else:
-                agent.client.send("leave", reason=f"its torchrun ended with {type(error).__name__}: {error}"[:500])
+                agent.client.send("leave", reason=_ended_with(error))
         agent.close()
         self._agent = None
         return True
+
+
+def _ended_with(error: BaseException) -> str:
+    return f"its torchrun ended with {type(error).__name__}: {error}"[:500]

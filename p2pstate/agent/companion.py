@@ -5,7 +5,8 @@ that use a :class:`Replicator`. Out: a place in the round for each of them, memo
 hangs, and, after torchrun has started all workers anew, the word that they resume from it.
 
 Invariants: every round starts connected, and resumes as soon as any node has state; a rank's memory goes to a new
-process only after the one before has ended; a run whose state is lost ends with that verdict.
+process only after the one before has ended; a run whose state is lost ends with that verdict; before this node goes,
+or the run ends badly, the newest whole version goes to disk (draining.py) where there are checkpoints.
 Limits: the number of nodes is fixed (``--nnodes N``; more wait as spares), and all nodes start equally many workers.
 """
 
@@ -19,8 +20,10 @@ from typing import Any
 
 from p2pstate.agent.attached import Attached, AttachedWorkers
 from p2pstate.agent.describing import environment
+from p2pstate.agent.draining import Draining
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.hang import DEFAULT_FLOOR_S
+from p2pstate.agent.held import Phase
 from p2pstate.agent.helpers import Interpreters
 from p2pstate.agent.output import Writer
 from p2pstate.agent.requests import Requests
@@ -104,6 +107,8 @@ class VaultKeeper:
         self._saves = Saves(
             host.node, self._interpreters.helpers, self._workers.tell_ranks, self._vault, self._events, self._name
         )
+        self._draining = Draining(host.node, self._vault, self._events, self._saves, self._state.lineage, self._name)
+        self._info: RoundInfo | None = None  # of the newest round that workers of this node have come to
         self._requests = Requests[Attached](host.node, self._workers.tell, self._vault, self._state.lineage)
         self._ranks: list[int] = []  # of this node
         self._weaknesses = Weaknesses(self._events)
@@ -158,13 +163,15 @@ class VaultKeeper:
             self._events.emit("member_dead", member=change.member.name, reason=change.reason, proof=change.proof)
 
     def on_peer(self, sender: MemberKey, kind: str, body: Any) -> None:
-        with suppress(TypeError, ValueError):  # of another version of this program
+        with suppress(KeyError, TypeError, ValueError):  # of another version of this program
             if kind in ("hang_ask", "hang_answer", "hung"):
                 self._watchdog.receive(sender, kind, body)
             elif kind in ("look", "seen"):
                 self._site.heard(sender, kind, body)
             elif kind == "save":
                 self._saves.heard(sender, body)
+            elif kind == "drain":
+                self._draining.heard(sender, body)
 
     def on_message(self, channel: Channel, message: Message) -> None:
         kind = message.pop("t")
@@ -184,6 +191,12 @@ class VaultKeeper:
 
     def _whole_status(self) -> dict[str, Any]:
         return standing_of(self._node) | {"waiting": self._waiting} | self.status()
+
+    def drain(self, reason: str, then: Callable[[], None]) -> None:
+        holders = [self._workers.of_rank(rank) for rank in self._ranks]
+        current = self._info is not None and self._state.is_current(self._info.epoch)
+        training = current and all(worker is not None and worker.phase is Phase.LOOP for worker in holders)
+        self._draining.start(self._info, reason, training, then)
 
     def close(self) -> None:
         self._interpreters.close()
@@ -253,6 +266,7 @@ class VaultKeeper:
         self._watchdog.begin(view.round, [member.key for member in view.places], place, info.world_size)
         self._weaknesses.on_round(info)
         self._saves.round_begins(info)
+        self._info = info
         self._ranks = [each.rank for each in info.workers if each.node == self._name]
 
     def _on_ended(self, worker: Attached) -> None:

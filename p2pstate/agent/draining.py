@@ -123,7 +123,10 @@ class Draining:
         self._node.call_later(GATHER_S, self._choose)
 
     def _choose(self) -> None:
-        if not self.active or self._gathered is None or self._version is not None or self._saves.busy:
+        if not self.active or self._gathered is None or self._version is not None:
+            return
+        if self._saves.busy:  # with another one, whose end may be what is wanted here
+            self._node.call_later(REPEAT_S, self._choose)
             return
         assert self._info is not None
         turns = [turn for _, lineage in self._gathered.values() for turn in lineage]
