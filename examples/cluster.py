@@ -80,8 +80,10 @@ class Cluster:
         num_workers: int,
         environ: Mapping[str, str],
         namespaces: bool = False,
+        num_later: int = 0,
         racks: Sequence[str] = (),
     ) -> None:
+        """``num_later``: in namespaces, how many nodes :meth:`add_node` can add."""
         folder.mkdir(parents=True)
         self.folder = folder
         self.events = EventReader(folder)
@@ -94,10 +96,10 @@ class Cluster:
             *("--run-id", folder.name, "--run-dir", str(folder), "--quiet"),
         ]
         count = num_training + num_spares
-        self._namespaces = Namespaces(count, folder / "scratch") if namespaces else None
+        self._namespaces = Namespaces(count + num_later, folder / "scratch") if namespaces else None
         hosts = ["127.0.0.1"] * count
         if self._namespaces is not None:
-            hosts = self._namespaces.addresses
+            hosts = self._namespaces.addresses[:count]
             key = folder / "run.key"
             make_key_file(str(key))
             self._options += ["--key-file", str(key)]  # not on loopback: the control plane is encrypted
@@ -108,10 +110,10 @@ class Cluster:
             self._start(address, addresses)
 
     def add_node(self) -> str:
-        """Start one more node, which asks those that run now; returns its name. Not in namespaces."""
-        assert self._namespaces is None, "namespaces are made for a fixed number of nodes"
+        """Start one more node, which asks those that run now; returns its name."""
         (port,) = free_ports(1)
-        return self._start(f"127.0.0.1:{port}", [node.address for node in self.running()])
+        host = "127.0.0.1" if self._namespaces is None else self._namespaces.addresses[len(self.nodes)]
+        return self._start(f"{host}:{port}", [node.address for node in self.running()])
 
     def _start(self, address: str, contacts: Sequence[str]) -> str:
         index = len(self.nodes)
@@ -166,11 +168,34 @@ class Cluster:
         killed_at = time.time()
         if silent:
             assert self._namespaces is not None, "only a network of its own can be cut"
-            self._namespaces.cut(list(self.nodes).index(name))
+            self.cut(name)
         for process in tree:
             signal_quietly(process, signal.SIGKILL)
         node.process.wait(SETTLE_S)
         return killed_at
+
+    def cut(self, name: str) -> None:
+        """No packet enters or leaves the node any more. In namespaces only."""
+        assert self._namespaces is not None
+        self._namespaces.cut(list(self.nodes).index(name))
+
+    def mend(self, name: str) -> None:
+        """The end of :meth:`cut`."""
+        assert self._namespaces is not None
+        self._namespaces.mend(list(self.nodes).index(name))
+
+    def deafen(self, name: str, to: str, *, agents_too: bool) -> None:
+        """What node ``to`` sends is lost on its way to the node, or all but what agents say. In namespaces only."""
+        assert self._namespaces is not None
+        names = list(self.nodes)
+        ports = [int(node.address.rpartition(":")[2]) for node in self.nodes.values()]
+        self._namespaces.deafen(names.index(name), names.index(to), [] if agents_too else ports)
+
+    def undeafen(self, name: str, to: str) -> None:
+        """The end of :meth:`deafen`."""
+        assert self._namespaces is not None
+        names = list(self.nodes)
+        self._namespaces.undeafen(names.index(name), names.index(to))
 
     def kill_all(self) -> float:
         """SIGKILL to all agents that run and everything below them, at once. Returns when."""

@@ -3,17 +3,23 @@
 In: how many nodes. Out: addresses on a bridge of their own, and the command prefix that starts a program inside a node:
 with its own network, its own /dev/shm and its own scratch directory (TMPDIR). Needs root, iproute2 and util-linux. What
 is made here is gone after `close`; names carry a random token, so runs beside each other do not meet.
+
+A node can be cut off, or be made deaf to another one: what comes from there is dropped without a word, as a broken
+path does, perhaps in one direction only, or for some ports only.
 """
 
 import os
 import secrets
 import shutil
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
 
 NETWORK = "10.77.0"
 TCP_LISTEN = "0A"  # in the fourth column of /proc/net/tcp
 LIMIT_S = 10.0
+# Order of routing rules. What is for this host goes to its table after those of `deafen`, and not before everything.
+HEARD, DROPPED, LOCAL = "100", "200", "300"
 
 
 def why_not() -> str | None:
@@ -55,6 +61,8 @@ class Namespaces:
             ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
             ip("-n", name, "link", "set", "eth0", "up")
             ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "rule", "add", "pref", LOCAL, "lookup", "local")
+            ip("-n", name, "rule", "del", "pref", "0")
 
     def prefix(self, index: int) -> list[str]:
         """To be put in front of a command; its process id stays that of the command."""
@@ -79,6 +87,29 @@ class Namespaces:
     def mend(self, index: int) -> None:
         """The end of `cut`."""
         ip("-n", self._hub, "link", "set", f"port{index}", "up")
+
+    def deafen(self, index: int, to: int, but_ports: Sequence[int] = ()) -> None:
+        """From now on no packet of node `to` is heard in the node, but of connections that lead to these ports."""
+        source = ("from", self.addresses[to])
+        for port in but_ports:
+            for end in ("sport", "dport"):
+                rule = ("pref", HEARD, *source, "ipproto", "tcp", end, str(port))
+                ip("-n", self._nodes[index], "rule", "add", *rule, "lookup", "local")
+        ip("-n", self._nodes[index], "rule", "add", "pref", DROPPED, *source, "blackhole")
+
+    def undeafen(self, index: int, to: int) -> None:
+        """The end of `deafen`."""
+        source = ("from", self.addresses[to])
+        for order in (HEARD, DROPPED):
+            while (
+                subprocess.run(
+                    ["ip", "-n", self._nodes[index], "rule", "del", "pref", order, *source],
+                    capture_output=True,
+                    timeout=LIMIT_S,
+                ).returncode
+                == 0
+            ):
+                pass
 
     def close(self) -> None:
         for name in (*self._nodes, self._hub):
