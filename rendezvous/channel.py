@@ -51,7 +51,6 @@ class Channel:
         self._outgoing: deque[tuple[memoryview, list[int]]] = deque()
         self._queued_bytes = 0
         self._incoming = bytearray()
-        self._buffer = bytearray(RECEIVE_BYTES)
         self._fds: deque[int] = deque()
         self.closed = False
 
@@ -79,17 +78,19 @@ class Channel:
             raise ValueError(f"message {message.get('t')!r} has {len(body)} bytes, the limit is {MAX_FRAME_BYTES}")
         if len(fds) > MAX_FDS:
             raise ValueError(f"message {message.get('t')!r} has {len(fds)} descriptors, the limit is {MAX_FDS}")
-        frame = memoryview(_HEAD.pack(len(body), len(fds)) + body)
+        data = _HEAD.pack(len(body), len(fds)) + body
         with self._send_lock:
             if self.closed:
                 raise ChannelClosed("the channel was closed")
+            num_sent = 0
+            if not self._outgoing and not fds:
+                num_sent = self._send_some(data, [])
+                if num_sent == len(data):
+                    return
+            frame = memoryview(data)[num_sent:]
             if self._blocking:
                 self._send_all(frame, list(fds))
                 return
-            if not self._outgoing and not fds:
-                frame = frame[self._send_some(frame, []) :]
-                if not frame:
-                    return
             # Queued descriptors are duplicates of our own, so the caller may close his at once.
             self._outgoing.append((frame, [os.dup(fd) for fd in fds]))
             self._queued_bytes += len(frame)
@@ -111,13 +112,8 @@ class Channel:
         """
         out: list[tuple[Message, list[int]]] = []
         while True:
-            out.extend(self._whole_frames())
-            if out and self._blocking:
-                return out
             try:
-                num_bytes, ancillary, _, _ = self._sock.recvmsg_into(
-                    [self._buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-                )
+                data, ancillary, _, _ = self._sock.recvmsg(RECEIVE_BYTES, _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
             except BlockingIOError:
                 return out
             except OSError as error:
@@ -127,13 +123,16 @@ class Channel:
                     numbers = array.array("i")
                     numbers.frombytes(payload[: len(payload) - len(payload) % 4])
                     self._fds.extend(numbers)
-            if num_bytes == 0:
+            if not data:
                 if out:
                     return out
                 raise ChannelClosed("the peer closed the channel")
-            self._incoming += memoryview(self._buffer)[:num_bytes]
-            if num_bytes < RECEIVE_BYTES and not ancillary and not self._blocking:
-                return out + self._whole_frames()  # there was no more
+            out += self._whole_frames(data)
+            if self._blocking:
+                if out:
+                    return out
+            elif len(data) < RECEIVE_BYTES and not ancillary:
+                return out  # there was no more
 
     @property
     def is_behind(self) -> bool:
@@ -159,23 +158,33 @@ class Channel:
         self._fds.clear()
         self._sock.close()
 
-    def _whole_frames(self) -> list[tuple[Message, list[int]]]:
+    def _whole_frames(self, data: bytes | bytearray) -> list[tuple[Message, list[int]]]:
+        """What is complete with `data`; the rest is kept."""
+        if self._incoming:
+            self._incoming += data
+            data = self._incoming
         out = []
-        while len(self._incoming) >= _HEAD.size:
-            length, num_fds = _HEAD.unpack_from(self._incoming)
+        start = 0
+        while len(data) - start >= _HEAD.size:
+            length, num_fds = _HEAD.unpack_from(data, start)
             if length > MAX_FRAME_BYTES or num_fds > MAX_FDS:
                 raise ChannelClosed(f"the peer announced a frame of {length} bytes: not one of ours")
-            end = _HEAD.size + length
-            if len(self._incoming) < end:
+            body = start + _HEAD.size
+            end = body + length
+            if len(data) < end:
                 break
             try:
-                message = msgpack.unpackb(self._incoming[_HEAD.size : end], raw=False, strict_map_key=False)
+                message = msgpack.unpackb(data[body:end], raw=False, strict_map_key=False)
             except ValueError as error:
                 raise ChannelClosed(f"the peer sent a frame that is not one of ours: {error}") from error
             if not isinstance(message, dict) or len(self._fds) < num_fds:
                 raise ChannelClosed("the peer sent a frame that is not one of ours")
-            del self._incoming[:end]
-            out.append((message, [self._fds.popleft() for _ in range(num_fds)]))
+            out.append((message, [self._fds.popleft() for _ in range(num_fds)] if num_fds else []))
+            start = end
+        if data is self._incoming:
+            del self._incoming[:start]
+        elif start < len(data):
+            self._incoming += data[start:]
         return out
 
     def _send_all(self, frame: memoryview, fds: list[int]) -> None:
@@ -187,7 +196,7 @@ class Channel:
         except OSError as error:
             raise ChannelClosed(f"the peer is gone: {error}") from error
 
-    def _send_some(self, frame: memoryview, fds: list[int]) -> int:
+    def _send_some(self, frame: bytes | memoryview, fds: list[int]) -> int:
         """Bytes that the socket took; 0 if it is full."""
         try:
             return socket.send_fds(self._sock, [frame], fds) if fds else self._sock.send(frame)

@@ -90,6 +90,7 @@ class Node:
         )
         now = time.monotonic()
         self._core = Core(me, config, _Oracle(application), random.Random(), now)
+        self._core_due_s: float | None = None
         self._store = StoreRouter(me.key, self._send_store, config.timing.failure_s / 4)
         self.counters = Counters()
         self._encoder = Encoder()
@@ -172,7 +173,7 @@ class Node:
             self._run_timers()
             now = time.monotonic()
             self._store.tick(now)
-            if now >= self._core.next_deadline_s():
+            if now >= self._core_due():
                 self._step(events.Tick())
 
     def stop(self) -> None:
@@ -193,10 +194,16 @@ class Node:
     def _wait_s(self) -> float:
         if self._calls:
             return 0.0
-        due_s = min(self._core.next_deadline_s(), self._store.next_deadline_s())
+        due_s = min(self._core_due(), self._store.next_deadline_s())
         if self._timers:
             due_s = min(due_s, self._timers[0][0])
         return max(0.0, due_s - time.monotonic())
+
+    def _core_due(self) -> float:
+        """When the core needs its next tick. Only a step can change that."""
+        if self._core_due_s is None:
+            self._core_due_s = self._core.next_deadline_s()
+        return self._core_due_s
 
     def _run_timers(self) -> None:
         now = time.monotonic()
@@ -242,6 +249,7 @@ class Node:
     def _step(self, event: events.Event) -> None:
         """Effects happen in the order in which they came up, also when a callback causes new ones."""
         self._effects.extend(self._core.step(event, time.monotonic()))
+        self._core_due_s = None
         if self._performing:
             return
         self._performing = True

@@ -163,8 +163,9 @@ class StoreRouter:
     ) -> None:
         """All keys are this member's own: most operations are answered at once."""
         number = next(self._numbers)
-        replies = self._call_shard((self._me, number), op, part[1], deadline_s, now)
-        if replies and replies[0][0] == (self._me, number):
+        token = (self._me, number)
+        replies = self._do(token, op, part[1], deadline_s, now)
+        if replies and replies[0][0] == token:
             reply(replies.pop(0)[1])
         else:
             self._register(number, _Request(op, reply, [None] * len(part[2])), part, deadline_s, now)
@@ -243,6 +244,10 @@ class StoreRouter:
             if fresh:
                 self._take_back(fresh, now)
             return []
+        return self._do(token, op, args, deadline_s, now)
+
+    def _do(self, token: Token, op: str, args: list[Any], deadline_s: float, now: float) -> Replies:
+        """One operation on keys of this member's own of which nobody has a copy."""
         to_push = self._pushed.to_push(op, args, self._shard.values)
         replies = self._shard.call(token, op, args, deadline_s, now)
         if to_push and self._others() and replies[0][1].ok:

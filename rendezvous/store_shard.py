@@ -106,6 +106,16 @@ class StoreShard:
         result: Any = None
         changed: list[str] = []
         match op, args:
+            case "get", [key]:
+                wanted = _key(key)
+                if wanted not in self._values:
+                    return self._when_set(token, (wanted,), deadline_s, now, lambda: self._values[wanted])
+                result = self._values[wanted]
+            case "multi_get", [list() as keys]:
+                several = tuple(map(_key, keys))
+                if not all(key in self._values for key in several):
+                    return self._when_set(token, several, deadline_s, now, lambda: [self._values[k] for k in several])
+                result = [self._values[key] for key in several]
             case "set", [key, value]:
                 self._put(_key(key), _value(value))
                 changed = [key]
@@ -144,14 +154,8 @@ class StoreShard:
                 wanted = _key(key)
                 waiting = _Waiting((wanted,), deadline_s, lambda: wanted in self._queues, lambda: self._pop(wanted))
                 return self._block(token, waiting, now)
-            case "get", [key]:
-                wanted = _key(key)
-                return self._when_set(token, (wanted,), deadline_s, now, lambda: self._values[wanted])
-            case "multi_get", [list() as keys]:
-                several = tuple(_key(key) for key in keys)
-                return self._when_set(token, several, deadline_s, now, lambda: [self._values[key] for key in several])
             case "wait", [list() as keys]:
-                several = tuple(_key(key) for key in keys)
+                several = tuple(map(_key, keys))
                 waiting = _Waiting(several, deadline_s, lambda: all(map(self._holds, several)), lambda: None)
                 return self._block(token, waiting, now)
             case _:

@@ -5,14 +5,17 @@ peer and sends only there, under automatic routing ids. So a peer that is frozen
 its successor or shadow anybody's identity.
 Invariants: all sockets belong to the thread that polls; queues, message size, handshake and linger are bounded; with a
 key every connection is encrypted and only clients with the derived key are let in; without one, only loopback is bound
-unless the caller insists.
+unless the caller insists. A ZeroMQ socket's descriptor speaks up only after somebody found the socket empty, so every
+socket is looked at before it is watched, and always read until nothing is left.
 Limits: at most once, no acknowledgement; a frame may be lost when a connection breaks or a queue is full (counted).
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
+import select
 import socket
 import struct
 import time
@@ -86,8 +89,8 @@ class ZmqTransport:
         self.counters = Counters()
         self._keys = derive_keys(config.key, config.run_id) if config.key is not None else None
         self._peers: dict[str, _Peer] = {}
-        self._monitors: dict[zmq.Socket[bytes], str] = {}
-        self._dials: dict[int, _Attempt] = {}  # by descriptor: the poller reports plain sockets so
+        self._monitors: dict[int, str] = {}  # by descriptor, as in what follows
+        self._dials: dict[int, _Attempt] = {}
         self._dialed: list[tuple[str, bool]] = []
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
@@ -95,8 +98,10 @@ class ZmqTransport:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 2 * MAX_PEERS + 16)
         self._zap: zmq.Socket[bytes] | None = None
-        self._poller = zmq.Poller()
-        self._poller.register(self._wake_read.fileno(), zmq.POLLIN)
+        self._zap_fd = self._router_fd = -1
+        self._more_frames = False
+        self._epoll = select.epoll()
+        self._epoll.register(self._wake_read, select.EPOLLIN)
         self._closed = False
         try:
             self._router = self._bind(config)
@@ -119,11 +124,12 @@ class ZmqTransport:
         if self._keys is not None:
             self._zap = self._context.socket(zmq.REP)
             self._zap.set(zmq.LINGER, 0)
+            self._zap_fd = self._watch_socket(self._zap)
             self._zap.bind(_ZAP_ENDPOINT)
-            self._poller.register(self._zap, zmq.POLLIN)
             router.set(zmq.ZAP_DOMAIN, b"p2pstate")
             router.set(zmq.CURVE_SERVER, 1)
             router.set(zmq.CURVE_SECRETKEY, self._keys.server_secret)
+        self._router_fd = self._watch_socket(router)
         host, port = split_endpoint(config.bind, "bind", any_port=True)
         try:
             router.bind(f"tcp://{join_address(host, port) if port else join_address(host, 0)}")
@@ -137,8 +143,14 @@ class ZmqTransport:
             raise RendezvousError(
                 f"this node cannot listen at {config.bind} ({error.strerror}): the address must be this host's"
             ) from error
-        self._poller.register(router, zmq.POLLIN)
         return router
+
+    def _watch_socket(self, socket: zmq.Socket[bytes]) -> int:
+        """Of a socket that has nothing to read yet. -> its descriptor."""
+        socket.get(zmq.EVENTS)
+        fd = int(socket.get(zmq.FD))
+        self._epoll.register(fd, select.EPOLLIN)
+        return fd
 
     def _bound_port(self) -> int:
         endpoint = self._router.get(zmq.LAST_ENDPOINT)
@@ -176,11 +188,10 @@ class ZmqTransport:
             dealer.set(zmq.CURVE_SECRETKEY, self._keys.client_secret)
             dealer.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(self._keys.client_secret))
         monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        self._monitors[self._watch_socket(monitor)] = address
         dealer.connect(f"tcp://{address}")
         peer = _Peer(dealer, monitor)
         self._peers[address] = peer
-        self._monitors[monitor] = address
-        self._poller.register(monitor, zmq.POLLIN)
         return peer
 
     def forget(self, address: str) -> None:
@@ -189,8 +200,9 @@ class ZmqTransport:
             self._close_peer(peer, 0)
 
     def _close_peer(self, peer: _Peer, linger_ms: int) -> None:
-        self._poller.unregister(peer.monitor)
-        del self._monitors[peer.monitor]
+        fd = int(peer.monitor.get(zmq.FD))
+        self._epoll.unregister(fd)
+        del self._monitors[fd]
         peer.socket.disable_monitor()
         peer.monitor.close(0)
         peer.socket.close(linger_ms)
@@ -204,24 +216,25 @@ class ZmqTransport:
         code = probe.connect_ex((host, port))
         if code == errno.EINPROGRESS:
             self._dials[probe.fileno()] = _Attempt(probe, address, time.monotonic() + timeout_s)
-            self._poller.register(probe.fileno(), zmq.POLLOUT)
+            self._epoll.register(probe, select.EPOLLOUT)
         else:
             probe.close()
             self._dialed.append((address, code == errno.ECONNREFUSED))
 
     def _end_dial(self, fd: int, refused: bool) -> None:
         attempt = self._dials.pop(fd)
-        self._poller.unregister(fd)
+        self._epoll.unregister(fd)
         attempt.probe.close()
         self._dialed.append((attempt.address, refused))
 
     # -- receiving --------------------------------------------------------------------------------------------------
 
     def watch(self, fd: int) -> None:
-        self._poller.register(fd, zmq.POLLIN)
+        self._epoll.register(fd, select.EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
-        self._poller.unregister(fd)
+        with contextlib.suppress(FileNotFoundError):
+            self._epoll.unregister(fd)
 
     def wake(self) -> None:
         try:
@@ -232,17 +245,19 @@ class ZmqTransport:
             assert self._closed, "only a closed transport has no wake-up line"
 
     def poll(self, timeout_s: float) -> Incoming:
-        wait_ms = 0 if self._dialed else max(0, int(timeout_s * 1000 + 0.999))
         found = Incoming()
-        for item, _ in self._poller.poll(wait_ms):
-            if item is self._router:
-                self._receive(found.frames)
-            elif item is self._zap:
+        ready = self._epoll.poll(0.0 if self._dialed or self._more_frames else max(0.0, timeout_s))
+        for fd, _ in ready:
+            if fd == self._router_fd:
+                self._more_frames = True
+            elif fd == self._zap_fd:
                 self._authenticate()
-            elif isinstance(item, int):
-                self._read_descriptor(item, found.readable)
-            elif isinstance(item, zmq.Socket) and item in self._monitors:
-                self._read_monitor(item, found.lost)
+            elif fd in self._monitors:
+                self._read_monitor(self._monitors[fd], found.lost)
+            else:
+                self._read_descriptor(fd, found.readable)
+        if self._more_frames:
+            self._more_frames = self._receive(found.frames)
         if self._dials:
             now = time.monotonic()
             for fd in [fd for fd, attempt in self._dials.items() if attempt.until_s <= now]:
@@ -250,14 +265,16 @@ class ZmqTransport:
         found.dialed, self._dialed = self._dialed, []
         return found
 
-    def _receive(self, frames: list[bytes]) -> None:
+    def _receive(self, frames: list[bytes]) -> bool:
+        """-> whether there may be more."""
         for _ in range(MAX_FRAMES_PER_POLL):
             try:
                 parts = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                return False
             if len(parts) == 2:
                 frames.append(parts[1])
+        return True
 
     def _read_descriptor(self, fd: int, readable: list[int]) -> None:
         attempt = self._dials.get(fd)
@@ -275,12 +292,11 @@ class ZmqTransport:
         except BlockingIOError:
             return
 
-    def _read_monitor(self, monitor: zmq.Socket[bytes], lost: list[str]) -> None:
-        address = self._monitors[monitor]
+    def _read_monitor(self, address: str, lost: list[str]) -> None:
         peer = self._peers[address]
         while True:
             try:
-                event_frame, _ = monitor.recv_multipart(zmq.NOBLOCK)
+                event_frame, _ = peer.monitor.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
             (event,) = struct.unpack_from("=H", event_frame)
@@ -322,4 +338,5 @@ class ZmqTransport:
             self._router.close(0)
         self._wake_read.close()
         self._wake_write.close()
+        self._epoll.close()
         self._context.term()

@@ -66,6 +66,25 @@ def test_frames_arrive_whole_and_in_order(opened: Callable[..., ZmqTransport], b
     assert poll_until(other, lambda found: len(found.frames) >= 200).frames == frames
 
 
+def test_frames_beyond_what_one_poll_takes_come_with_the_next(
+    opened: Callable[..., ZmqTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left over does not announce itself again."""
+    monkeypatch.setattr(zmq_transport, "MAX_FRAMES_PER_POLL", 3)
+    one, other = opened(), opened()
+    one.send(other.address, b"connected")
+    poll_until(other, lambda found: found.frames)
+    frames = [b"%d" % index for index in range(20)]
+    for frame in frames:
+        one.send(other.address, frame)
+    received = []
+    while len(received) < len(frames):
+        new = other.poll(10.0).frames
+        assert 0 < len(new) <= 3
+        received += new
+    assert received == frames
+
+
 def test_address_tells_the_port_that_was_bound(opened: Callable[..., ZmqTransport]) -> None:
     host, _, port = opened().address.rpartition(":")
     assert host == "127.0.0.1"
