@@ -62,6 +62,10 @@ class CachedFiles:
             raise ValueError(f"chunk_bytes={chunk_bytes}: give a multiple of {BLOCK_BYTES}")
         if num_threads < 1:
             raise ValueError(f"num_threads={num_threads}: at least one thread has to fetch")
+        if not timeout_s > 0 or (max_bytes is not None and max_bytes < 0):
+            raise ValueError(
+                f"timeout_s={timeout_s}, max_bytes={max_bytes}: a request needs time, and bytes count from 0"
+            )
         self._folder = CopyFolder(Path(folder), max_bytes)
         self._chunk_bytes, self._num_threads = chunk_bytes, num_threads
         self._timeout_s, self._options = timeout_s, dict(storage_options or {})

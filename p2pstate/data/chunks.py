@@ -112,7 +112,7 @@ class Copy:
         ``end`` is beyond ``start``."""
         if 0 in self._verified[start // BLOCK_BYTES : (end - 1) // BLOCK_BYTES + 1]:
             return None
-        data = os.pread(self._data, end - start, start)
+        data = _read(self._data, start, end)
         return data if len(data) == end - start else None
 
     def read(self, start: int, end: int) -> bytes | None:
@@ -123,7 +123,7 @@ class Copy:
             return known
         first, last = start // BLOCK_BYTES, -(-end // BLOCK_BYTES)
         begin = first * BLOCK_BYTES  # whole blocks, to compare their digests
-        data = os.pread(self._data, min(last * BLOCK_BYTES, self.identity.num_bytes) - begin, begin)
+        data = _read(self._data, begin, min(last * BLOCK_BYTES, self.identity.num_bytes))
         good = True
         for block in range(first, last):
             at = block * BLOCK_BYTES - begin
@@ -171,7 +171,13 @@ class CopyFolder:
     """All copies of a node. Several processes may use the same folder, also with limits of their own."""
 
     def __init__(self, folder: Path, max_bytes: int | None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644))
+        except OSError as error:
+            raise ValueError(
+                f"{folder} cannot hold copies of files ({error}): name a folder on local storage that can be written to"
+            ) from error
         self._folder, self._max_bytes = folder, max_bytes
         self._counted = False  # by this object
         self._oldest_last: list[tuple[int, Path]] = []
@@ -184,17 +190,23 @@ class CopyFolder:
 
     def open(self, identity: Identity, chunk_bytes: int, *, to_read: bool) -> Copy:
         """The copy of this version of a file, made if need be; ``to_read`` counts as use of an old one. NoRoomError:
-        there is no place for it."""
+        there is no place for it, or the folder cannot be used any more."""
+        try:
+            return self._open(identity, chunk_bytes, to_read)
+        except OSError as error:
+            raise NoRoomError(f"{self._folder} cannot be used ({error})") from error
+
+    def _open(self, identity: Identity, chunk_bytes: int, to_read: bool) -> Copy:
         key = key_of(identity, chunk_bytes)
         with self._lock() as lock:
             if self.map_path(key).exists():
-                copy = Copy(self, key, identity, chunk_bytes)
-                if not copy.is_replaced:
+                copy = self._found(key, identity, chunk_bytes)
+                if copy is not None:
                     if to_read:
                         copy.stamp()
                     return copy
-                copy.close()
-                self.map_path(key).unlink()
+                for path in (self.map_path(key), self.data_path(key)):
+                    path.unlink(missing_ok=True)
                 if self._counted:
                     self._add(lock, -identity.num_bytes)
             self._make_room(lock, identity.num_bytes)
@@ -206,6 +218,17 @@ class CopyFolder:
     def num_bytes(self) -> int:
         """What all copies take."""
         return sum(map(_size_of, self._folder.glob("*.data")))
+
+    def _found(self, key: str, identity: Identity, chunk_bytes: int) -> Copy | None:
+        """None for a copy that is of no use: of parts of two versions, or with a file missing or cut off."""
+        try:
+            copy = Copy(self, key, identity, chunk_bytes)
+        except (FileNotFoundError, ValueError):
+            return None
+        if not copy.is_replaced:
+            return copy
+        copy.close()
+        return None
 
     def _create(self, lock: int, key: str, identity: Identity, chunk_bytes: int) -> None:
         described = {"format": _FORMAT, "url": identity.url, "bytes": identity.num_bytes, "mark": identity.mark}
@@ -232,7 +255,7 @@ class CopyFolder:
         if not self._counted:
             self._counted = True
             for data in self._folder.glob("*.data"):
-                if not data.with_suffix(".map").exists():
+                if data.is_file() and not data.with_suffix(".map").exists():
                     data.unlink()  # what a crash left
             os.pwrite(lock, _TOTAL.pack(self.num_bytes()), 0)
         if self._max_bytes is None:
@@ -332,10 +355,16 @@ def _write_all(descriptor: int, data: bytes, at: int) -> None:
         try:
             written = os.pwrite(descriptor, view, at)
         except OSError as error:
-            if error.errno in _FULL:
-                raise NoRoomError(str(error)) from error
-            raise
+            raise NoRoomError(str(error)) from error
         view, at = view[written:], at + written
+
+
+def _read(descriptor: int, start: int, end: int) -> bytes:
+    """Nothing from storage that fails: as good as damaged."""
+    try:
+        return os.pread(descriptor, end - start, start)
+    except OSError:
+        return b""
 
 
 def _size_of(path: Path) -> int:

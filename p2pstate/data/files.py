@@ -9,6 +9,7 @@ Known limit: the mark of a local file reads 64 blocks of 4 KiB, so that opening 
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,6 +62,8 @@ class LocalFile:
         self._path = os.fspath(path)
         self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
         status = os.fstat(self._descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError(f"{self._path} is no regular file: give the files themselves")
         self.num_bytes, self._modified_ns = status.st_size, status.st_mtime_ns
         self.stamp = (self.num_bytes, self._modified_ns)
 

@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,6 +110,8 @@ class Loader(torch.utils.data.DataLoader[Any]):
     ) -> None:
         if not in_order:
             raise ValueError("in_order=False: the order of batches has to be a function of the position")
+        if epochs is not None and epochs < 0:
+            raise ValueError(f"epochs={epochs}: give how many there are, or None for one with each iteration")
         if num_workers is None:
             num_workers = _default_workers()
         if pin_memory is None:
@@ -186,8 +188,8 @@ class Loader(torch.utils.data.DataLoader[Any]):
 
         Raises ValueError for a position that means other batches here.
         """
-        if "position" not in state:
-            raise ValueError(f"not a position of a p2pstate.data.Loader: it has the keys {sorted(state)}")
+        if not isinstance(state, Mapping) or not {"seed", "position", "dataset"} <= set(state):
+            raise ValueError(f"{state!r:.100} is not a position of a p2pstate.data.Loader: its state_dict() gives one")
         if state["seed"] != self._seed:
             raise ValueError(
                 f"the position was saved with seed {state['seed']}, and this loader has seed {self._seed}: what "
@@ -196,7 +198,11 @@ class Loader(torch.utils.data.DataLoader[Any]):
         dataset: Any = self.dataset
         if state["dataset"] is not None and _stateful(dataset):
             dataset.load_state_dict(state["dataset"])
-        self._move_to(self._engine.position_of(state["position"]))
+        try:
+            position = self._engine.position_of(state["position"])
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"the saved position is damaged ({error!r}): {state['position']!r:.200}") from error
+        self._move_to(position)
         self._continues = True
 
     def stats(self) -> LoaderStats:

@@ -10,6 +10,8 @@ Known limit: the weights of a mixture are met exactly in every block of ``BLOCK`
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -46,7 +48,7 @@ class Shuffled:
     def __init__(self, num_samples: int, *, seed: int = 0, shuffle: bool = True) -> None:
         if num_samples < 1:
             raise ValueError("an order needs at least one sample; the data set is empty")
-        self.num_samples = num_samples
+        self.num_samples = operator.index(num_samples)
         self._seed, self._shuffle = seed, shuffle
         self._permutations: dict[int, Permutation] = {}
 
@@ -87,8 +89,11 @@ class Mixture:
     ) -> None:
         if len(sizes) != len(weights) or not sizes:
             raise ValueError(f"{len(sizes)} sources and {len(weights)} weights: give one weight per source")
-        if any(weight < 0 for weight in weights) or sum(weights) <= 0:
-            raise ValueError(f"weights {list(weights)}: none may be negative and one must be positive")
+        if any(not 0 <= weight < math.inf for weight in weights) or sum(weights) <= 0:
+            raise ValueError(f"weights {list(weights)}: none may be negative or infinite and one must be positive")
+        for number, (size, weight) in enumerate(zip(sizes, weights, strict=True)):
+            if size < 1:
+                raise ValueError(f"source {number} of weight {weight} has {size} samples: leave it out of the mixture")
         self.num_samples = sum(sizes) if num_samples is None else num_samples
         if self.num_samples < 1:
             raise ValueError(f"num_samples={self.num_samples}: an epoch needs at least one draw")

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from p2pstate.data.files import LocalFile, full_digest
 from p2pstate.data.shards import DTYPES, ends_of, sidecar_of
@@ -51,8 +52,8 @@ def load_tokenizer(name: str) -> Tokenizer:
         found = importlib.import_module(module_name)
         for attribute in attributes.split("."):
             found = getattr(found, attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"tokenizer {name!r} cannot be loaded: {error}") from error
+    except Exception as error:  # its module may do anything
+        raise ValueError(f"tokenizer {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
     if not callable(found):
         raise ValueError(f"tokenizer {name!r} is a {type(found).__name__} and cannot be called")
     return found
@@ -70,11 +71,15 @@ def pack(
 ) -> Packed:
     """Tokenize ``inputs`` into ``output``. ``end_token`` is put behind each document.
 
-    Raises ValueError, naming file and line, for input that is no text or JSON, and for tokens that ``dtype`` cannot
-    hold; then nothing was written under the final names.
+    Raises ValueError, naming file and line, for input that is no text or JSON, for a tokenizer that fails there, and
+    for tokens that ``dtype`` cannot hold; then nothing was written under the final names.
     """
     if output.suffix != ".bin":
         raise ValueError(f"{output}: token files are named .bin")
+    if not output.parent.is_dir():
+        raise ValueError(f"{output}: there is no folder {output.parent}")
+    if any(path.exists() and output.exists() and path.samefile(output) for path in inputs):
+        raise ValueError(f"{output} is an input, too: give the output another name")
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: token files hold {', '.join(DTYPES)}")
     limit = np.iinfo(DTYPES[dtype]).max
@@ -85,7 +90,7 @@ def pack(
     try:
         with partial.open("w+b") as file:
             for where, text, num_read in _documents(inputs, field):
-                tokens = np.fromiter(tokenizer(text), dtype=np.int64)
+                tokens = _tokens(tokenizer, text, where)
                 if end_token is not None:
                     tokens = np.append(tokens, end_token)
                 if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) <= limit:
@@ -120,6 +125,24 @@ def pack(
     return Packed(output, len(ends), num_tokens)
 
 
+def _tokens(tokenizer: Tokenizer, text: str, where: str) -> NDArray[np.int64]:
+    try:
+        found = tokenizer(text)
+        if isinstance(found, bytes | bytearray):
+            return np.frombuffer(found, dtype=np.uint8).astype(np.int64)
+        tokens = np.asarray(found if hasattr(found, "__array__") else list(found))
+    except Exception as error:
+        raise ValueError(f"{where}: the tokenizer failed: {type(error).__name__}: {error}") from error
+    if tokens.size == 0:
+        return np.empty(0, dtype=np.int64)
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise ValueError(
+            f"{where}: the tokenizer gave {found!r:.80} and not integers in a row (of a tokenizer that gives a "
+            "dictionary, name a function that takes its input_ids)"
+        )
+    return tokens.astype(np.int64)
+
+
 def _documents(inputs: Sequence[Path], field: str) -> Iterator[tuple[str, str, int]]:
     """(where it stands, text, bytes of input read so far)."""
     num_read = 0
@@ -136,7 +159,7 @@ def _documents(inputs: Sequence[Path], field: str) -> Iterator[tuple[str, str, i
                 where = f"{path}:{number}"
                 try:
                     document = json.loads(_decoded(line, where))[field]
-                except (json.JSONDecodeError, KeyError, TypeError) as error:
+                except (json.JSONDecodeError, KeyError, TypeError, RecursionError) as error:
                     raise ValueError(f"{where}: no JSON object with a field {field!r} ({error!r})") from error
                 if not isinstance(document, str):
                     raise ValueError(f"{where}: field {field!r} is a {type(document).__name__}, not text")

@@ -207,7 +207,11 @@ class Pool:
         if self._owner_pid != os.getpid():
             return  # a forked process has copies of these objects
         for worker in workers:
-            worker.sock.close()  # which a worker that is well takes as the end
+            with contextlib.suppress(OSError):  # it is gone already
+                worker.sock.shutdown(
+                    socket.SHUT_RDWR
+                )  # closing is not the end where forked processes have it open, too
+            worker.sock.close()
         deadline = time.monotonic() + CLOSE_WITHIN_S
         for worker in workers:
             worker.process.join(max(0.0, deadline - time.monotonic()))

@@ -110,7 +110,13 @@ class Replayed:
             self._iterator = None
             return None
         self._drawn = (epoch, number + 1)
-        drawn = np.atleast_1d(np.asarray(indices, dtype=np.int64))
+        drawn = np.atleast_1d(np.asarray(indices))
+        if drawn.size and drawn.dtype.kind not in "iu":
+            self._iterator = None
+            raise ValueError(
+                f"the sampler gave {indices!r:.100}: a Loader takes integers; let the data set look up other keys"
+            )
+        drawn = drawn.astype(np.int64)
         return Read(epoch, drawn, np.full(len(drawn), epoch, dtype=np.int64)), self._drawn
 
     def delivered(self, position: Position) -> None:

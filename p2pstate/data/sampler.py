@@ -8,7 +8,7 @@ delivers. ``Loader`` does not iterate: it asks for batches by position, and sets
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,8 @@ from p2pstate.data.order import Order
 from p2pstate.data.split import Split
 
 __all__ = ["Sampler"]
+
+POSITION_KEYS = {"order", "epoch", "samples"}
 
 Drawn = tuple[NDArray[np.int64], NDArray[np.int64], int]  # indices, passes over their sources, samples done behind it
 
@@ -42,6 +44,8 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch`` with the next iteration."""
+        if epoch < 0:
+            raise ValueError(f"epoch {epoch}: epochs count from 0")
         self.epoch, self.num_done = epoch, 0
 
     def batch(self, epoch: int, num_done: int) -> tuple[list[int], list[int]] | None:
@@ -86,9 +90,17 @@ class Sampler(torch.utils.data.Sampler[list[int]]):
         self.epoch, self.num_done = state["epoch"], state["samples"]
 
     def check(self, state: dict[str, Any]) -> None:
-        """Raises ValueError for a position in another order: its number means other samples here."""
+        """Raises ValueError for what is no position, and for one in another order: it means other samples here."""
+        missing = POSITION_KEYS - set(state) if isinstance(state, Mapping) else POSITION_KEYS
+        if missing:
+            raise ValueError(f"{state!r:.100} is no position of a Sampler: {', '.join(sorted(missing))} is missing")
         if state["order"] != self.order.identity:
             raise ValueError(
                 f"the saved position counts through {state['order']}; this sampler goes through {self.order.identity}: "
                 "samples would be lost or repeated. Give it the same data, weights and seed"
+            )
+        if state["epoch"] < 0 or not 0 <= state["samples"] <= self.order.num_samples:
+            raise ValueError(
+                f"the saved position is damaged: sample {state['samples']} of epoch {state['epoch']}, in an order of "
+                f"{self.order.num_samples} samples"
             )

@@ -17,8 +17,9 @@ import io
 import itertools
 import json
 import os
+import tokenize
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,13 +63,20 @@ class Shards:
     """
 
     def __init__(
-        self, paths: Sequence[str | os.PathLike[str]], *, dtype: str | None = None, files: Files | None = None
+        self,
+        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        *,
+        dtype: str | None = None,
+        files: Files | None = None,
     ) -> None:
         self._open_files: OrderedDict[int, OpenFile] = OrderedDict()
         self._pid = os.getpid()
         self._files = files or LocalFiles()
+        paths = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
         if not paths:
             raise ValueError("no token files: give at least one .bin or .npy file")
+        if dtype is not None:
+            dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
         if dtype is not None and dtype not in DTYPES:
             raise ValueError(f"dtype {dtype!r}: token files hold {', '.join(DTYPES)}")
         self._shards: list[_Shard] = []
@@ -123,8 +131,25 @@ class Shards:
 
     def document_ends(self, number: int) -> NDArray[Any] | None:
         """Where documents end in a file, counted from its beginning; None if nothing beside the file says so."""
-        data = self._files.read_if_there(ends_of(self._shards[number].path))
-        return np.load(io.BytesIO(data), allow_pickle=False) if data is not None else None
+        shard = self._shards[number]
+        data = self._files.read_if_there(ends_of(shard.path))
+        if data is None:
+            return None
+        try:
+            ends: NDArray[Any] = np.load(io.BytesIO(data), allow_pickle=False)
+        except (ValueError, EOFError) as error:
+            raise DataChanged(f"{ends_of(shard.path)} is damaged ({error}): restore it, or pack again") from error
+        if (
+            ends.ndim != 1
+            or ends.dtype.kind not in "iu"
+            or (ends[1:] < ends[:-1]).any()
+            or (ends > shard.num_tokens).any()
+        ):
+            raise DataChanged(
+                f"{ends_of(shard.path)} does not say where documents end in the {shard.num_tokens} tokens of "
+                f"{shard.path}: restore it, or pack again"
+            )
+        return ends
 
     def prefetch(self, tokens: Iterable[int]) -> None:
         """The files that hold these tokens will be read soon."""
@@ -170,7 +195,7 @@ class Shards:
 
 def _look_at(files: Files, path: str, dtype: str | None) -> tuple[_Shard, np.dtype[Any]]:
     sidecar = files.read_if_there(sidecar_of(path))
-    described = json.loads(sidecar) if sidecar is not None else None
+    described = _description(path, sidecar) if sidecar is not None else None
     file = files.source(path, whole=False)
     try:
         num_bytes = file.num_bytes
@@ -198,13 +223,27 @@ def _look_at(files: Files, path: str, dtype: str | None) -> tuple[_Shard, np.dty
         file.close()
 
 
+def _description(path: str, sidecar: bytes) -> dict[str, Any]:
+    """What the sidecar of ``path`` says. ValueError if it is none."""
+    try:
+        found = json.loads(sidecar)
+        if found["dtype"] in DTYPES and {"size_bytes", "fingerprint", "digest"} <= set(found):
+            return dict(found)
+    except (ValueError, TypeError, KeyError, RecursionError):
+        pass
+    raise ValueError(
+        f"{sidecar_of(path)} is damaged, or is not of p2pstate data pack, which describes {path} there: restore it, or "
+        "move it away and give dtype="
+    )
+
+
 def _npy_header(path: str, beginning: bytes) -> tuple[np.dtype[Any], int, int]:
     stream = io.BytesIO(beginning)
     try:
         major = np.lib.format.read_magic(stream)[0]
         read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
         shape, _, dtype = read(stream)
-    except ValueError as error:
+    except (ValueError, SyntaxError, tokenize.TokenError) as error:
         raise ValueError(f"{path} is no .npy file: {error}") from error
     if len(shape) != 1 or dtype not in DTYPES.values():
         raise ValueError(f"{path} holds {dtype} of shape {shape}, not a row of {', '.join(DTYPES)}")

@@ -35,6 +35,9 @@ class Split:
     tail: str = "drop"
 
     def __post_init__(self) -> None:
+        for name in ("num_samples", "batch_size", "rank", "num_ranks"):
+            if not isinstance(getattr(self, name), int | np.integer):
+                raise ValueError(f"{name}={getattr(self, name)!r}: give a whole number")
         if self.batch_size < 1:
             raise ValueError(f"batch_size={self.batch_size}: a batch has at least one sample")
         if not 0 <= self.rank < self.num_ranks:

@@ -10,7 +10,7 @@ Known limit: with ``documents=True`` the ends of all documents are kept in memor
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,7 +35,7 @@ class MmapTokens(torch.utils.data.Dataset[Any]):
     within its document), from which attention that stays within documents is made.
 
     Args:
-        paths: .bin files (``dtype`` says of what, unless they were packed) or .npy files.
+        paths: .bin files (``dtype`` says of what, unless they were packed) or .npy files; one, or a list.
         length: tokens per window; one more than the context length gives inputs and targets.
         stride: from window to window; ``length`` if not given.
         files: ``CachedFiles``, for paths that are URLs.
@@ -49,7 +49,7 @@ class MmapTokens(torch.utils.data.Dataset[Any]):
 
     def __init__(
         self,
-        paths: Sequence[str | os.PathLike[str]],
+        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         *,
         length: int,
         stride: int | None = None,
@@ -57,8 +57,9 @@ class MmapTokens(torch.utils.data.Dataset[Any]):
         documents: bool = False,
         files: Files | None = None,
     ) -> None:
-        if length < 1 or (stride is not None and stride < 1):
-            raise ValueError(f"length={length}, stride={stride}: both count tokens, from 1")
+        for count in (length, length if stride is None else stride):
+            if not isinstance(count, int | np.integer) or count < 1:
+                raise ValueError(f"length={length!r}, stride={stride!r}: both count tokens, from 1")
         self._shards = Shards(paths, dtype=dtype, files=files)
         self._length, self._stride = length, stride or length
         self._ends = _Ends(self._shards) if documents else None
@@ -128,8 +129,6 @@ class _Ends:
             ends = shards.document_ends(number)
             if ends is None:
                 raise ValueError(f"{path}: documents=True needs {ends_of(path)} beside it (p2pstate data pack)")
-            if len(ends) and int(ends[-1]) > self._file_ends[len(self._files)]:
-                raise DataChanged(f"{ends_of(path)} does not belong to {path}: its documents end beyond the file")
             self._files.append(ends)
 
     def around(self, start: int, end: int) -> NDArray[np.int64]:

@@ -93,7 +93,15 @@ def wrap(error: SampleError, where: str) -> Any:
         # raised as what it is, it would end the trainer or look like the end of the data
         substitute = RuntimeError(f"{type(cause).__name__}: {cause}").with_traceback(cause.__traceback__)
         return ExceptionWrapper((RuntimeError, substitute, cause.__traceback__), text)
-    return ExceptionWrapper((type(cause), cause, cause.__traceback__), text)
+    wrapper = ExceptionWrapper((type(cause), cause, cause.__traceback__), text)
+    if getattr(
+        type(cause), "message", None
+    ):  # then reraise() says message=, which not every type takes (groups do not)
+        try:
+            type(cause)(message="")  # type: ignore[call-arg]
+        except Exception:
+            wrapper.exc_type = RuntimeError  # its text says what it was
+    return wrapper
 
 
 def worker_main(
@@ -168,8 +176,12 @@ def _serve(sock: socket.socket, spec: Spec, where: str, broken: Any) -> None:
                 raise
             send(sock, serial, RESULT, Failed(ExceptionWrapper((type(error), error, error.__traceback__), where)))
         except Exception as error:
-            text = f"{where} (this batch cannot be sent to the trainer: {task})"
-            send(sock, serial, RESULT, Failed(ExceptionWrapper((type(error), error, error.__traceback__), text)))
+            if isinstance(reply, Failed):  # an exception whose type no other process knows; its text says what it is
+                reply.wrapper.exc_type = RuntimeError
+            else:
+                text = f"{where} (this batch cannot be sent to the trainer: {task})"
+                reply = Failed(ExceptionWrapper((type(error), error, error.__traceback__), text))
+            send(sock, serial, RESULT, reply)
 
 
 def _take(sock: socket.socket, waiting: deque[tuple[int, Any]], fetcher: Any) -> bool:

@@ -7,6 +7,7 @@ import logging
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 import threading
 import time
@@ -381,6 +382,30 @@ def test_tokens_from_anywhere_are_those_of_local_files_and_fetched_as_they_are_n
 
 
 def test_cache_refuses_sizes_that_make_no_sense(tmp_path: Path) -> None:
-    for options in ({"chunk_bytes": 1000}, {"num_threads": 0}):
-        with pytest.raises(ValueError, match=r"chunk_bytes|num_threads"):
+    for options in ({"chunk_bytes": 1000}, {"num_threads": 0}, {"timeout_s": 0}, {"max_bytes": -1}):
+        with pytest.raises(ValueError, match=r"chunk_bytes|num_threads|timeout_s"):
             cache(tmp_path, **options)
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot hold copies of files"):
+        cache(tmp_path / "file")
+
+
+@pytest.mark.parametrize("suffix", ["data", "map"])
+def test_cached_copy_with_a_file_lost_or_cut_off_is_made_again(tmp_path: Path, source: Any, suffix: str) -> None:
+    url = put("counted://a", content())
+    for harm in (Path.unlink, lambda path: os.truncate(path, path.stat().st_size // 2)):
+        assert cache(tmp_path).read(url) == content()
+        settle()
+        (path,) = tmp_path.glob(f"*.{suffix}")
+        harm(path)
+        assert cache(tmp_path).read(url) == content()
+        settle()
+
+
+def test_cache_whose_folder_is_gone_reads_from_the_source_with_a_warning(
+    tmp_path: Path, source: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = cache(tmp_path / "cache")
+    shutil.rmtree(tmp_path / "cache")
+    assert files.read(put("counted://a", content())) == content()
+    assert "cannot be used" in caplog.text

@@ -446,6 +446,12 @@ class Raising(Drawing):
         return super().__getitem__(index)
 
 
+class Speaking(Exception):
+    """Has a message of its own, which ExceptionWrapper takes for an argument."""
+
+    message = "it"
+
+
 class Odd(Exception):
     """Cannot be made of one string."""
 
@@ -462,6 +468,9 @@ class Odd(Exception):
         (StopIteration("a broken picture"), RuntimeError),
         (SystemExit("a broken picture"), RuntimeError),
         (Odd(1, reason="a broken picture"), RuntimeError),
+        (ExceptionGroup("two", [ValueError("a broken picture"), OSError()]), RuntimeError),
+        (Speaking("a broken picture"), RuntimeError),
+        (type("Nameless", (Exception,), {})("a broken picture"), Exception),  # no other process finds its class
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else "",
 )
@@ -644,8 +653,13 @@ def test_loader_refuses_positions_that_mean_other_batches() -> None:
     ):
         with pytest.raises(ValueError, match=says):
             Loader(Drawing(), 4, num_workers=0, **arguments).load_state_dict(state)
-    with pytest.raises(ValueError, match="not a position"):
-        Loader(Drawing(), 4, num_workers=0).load_state_dict({"epoch": 1})
+    for other in (None, {"epoch": 1}):
+        with pytest.raises(ValueError, match="not a position"):
+            Loader(Drawing(), 4, num_workers=0).load_state_dict(other)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="position is damaged"):
+        Loader(Counting(8), 4, num_workers=0).load_state_dict({**state, "position": {"epoch": 0, "workers": [{}]}})
+    with pytest.raises(ValueError, match="a Loader takes integers"):
+        next(iter(Loader(Drawing(), 4, sampler=["a"], num_workers=0)))
     with pytest.raises(ValueError, match="in_order"):
         Loader(Drawing(), 4, in_order=False)
 
@@ -688,6 +702,16 @@ class Talking(Drawing):
     def prefetch(self, indices: list[int]) -> None:
         print("prefetch fails")
         raise OSError("no line")
+
+
+def test_loader_that_is_closed_ends_its_workers_though_those_of_another_were_forked_since() -> None:
+    loaders = [Loader(Drawing(), 4, num_workers=1) for _ in range(2)]
+    for loader in loaders:
+        next(iter(loader))
+    first = loaders[0]._engine._pool._workers[0].process
+    loaders[0].close()
+    assert first.exitcode == 0  # and was not killed because it waited for more
+    loaders[1].close()
 
 
 def test_loader_that_is_closed_lets_workers_finish_and_keeps_what_they_printed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tracemalloc
 from collections import Counter
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -140,7 +141,8 @@ def test_mixture_draw_is_the_same_alone_and_among_others(positions: list[int], e
         ([1, 2], [1, -1], "none may be negative"),
         ([1, 2], [0, 0], "one must be positive"),
         ([1, 2], [1, 1e-6], "less than one draw in 1024"),
-        ([1, 0], [1, 1], "the data set is empty"),
+        ([1, 0], [1, 1], "source 1 of weight 1 has 0 samples"),
+        ([1, 2], [1, float("nan")], "none may be negative or infinite"),
     ],
 )
 def test_mixture_that_cannot_be_met_says_so(sizes: list[int], weights: list[float], sentence: str) -> None:
@@ -217,12 +219,13 @@ def test_split_over_other_numbers_of_ranks_goes_through_the_same_global_order(
     ("arguments", "sentence"),
     [
         ((10, 0), "at least one sample"),
+        ((10, 2.5), "batch_size=2.5: give a whole number"),
         ((10, 1, 2, 2), "ranks count from 0"),
         ((10, 1, -1, 2), "ranks count from 0"),
         ((10, 1, 0, 1, "keep"), "choose one of drop, pad, uneven"),
     ],
 )
-def test_split_that_makes_no_sense_is_refused(arguments: tuple[int, ...], sentence: str) -> None:
+def test_split_that_makes_no_sense_is_refused(arguments: tuple[Any, ...], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         Split(*arguments)
 
@@ -273,6 +276,9 @@ def test_sampler_refuses_a_position_in_another_order() -> None:
     for other in (Shuffled(50, seed=3), Shuffled(51, seed=2), Shuffled(50, shuffle=False), Mixture([50], [1], seed=2)):
         with pytest.raises(ValueError, match="samples would be lost or repeated"):
             Sampler(other, 5).load_state_dict(state)
+    for damaged in (None, {"order": state["order"]}, {**state, "samples": 51}, {**state, "epoch": -1}):
+        with pytest.raises(ValueError, match=r"is no position of a Sampler|position is damaged"):
+            Sampler(Shuffled(50, seed=2), 5).load_state_dict(damaged)  # type: ignore[arg-type]
 
 
 def test_sampler_length_is_that_of_an_epoch() -> None:

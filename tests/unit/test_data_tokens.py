@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,13 +120,45 @@ def test_tokens_of_files_that_hold_none_say_why(
         MmapTokens([tmp_path / "a.bin"], length=3, dtype=dtype)
 
 
+def test_tokens_take_one_path_and_numpys_types_and_refuse_other_arguments(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(bytes(range(12)))
+    assert MmapTokens(tmp_path / "a.bin", length=3, dtype=np.uint8)[1].tolist() == [3, 4, 5]
+    assert len(MmapTokens(str(tmp_path / "a.bin"), length=3, dtype="uint16")) == 2
+    with pytest.raises(ValueError, match="both count tokens"):
+        MmapTokens(tmp_path / "a.bin", length=1.5, dtype="uint8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="is no regular file"):
+        MmapTokens(tmp_path, length=3, dtype="uint8")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"dtype": "uint8"}', b"\xff"])
+def test_tokens_beside_a_description_that_is_none_say_so(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a.bin").write_bytes(bytes(range(12)))
+    (tmp_path / "a.bin.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"a\.bin\.json is damaged, or is not of p2pstate data pack"):
+        MmapTokens(tmp_path / "a.bin", length=3, dtype="uint8")
+
+
+@pytest.mark.parametrize("ends", [np.array([5, 3, 12]), np.array([99]), np.array([1.5]), None])
+def test_tokens_with_damaged_ends_of_documents_say_so(tmp_path: Path, ends: Any) -> None:
+    (tmp_path / "a.bin").write_bytes(bytes(range(12)))
+    if ends is None:
+        (tmp_path / "a.bin.ends.npy").write_bytes(b"torn")
+    else:
+        np.save(tmp_path / "a.bin.ends.npy", ends)
+    with pytest.raises(DataChanged, match=r"a\.bin\.ends\.npy"):
+        MmapTokens(tmp_path / "a.bin", length=3, dtype="uint8", documents=True)
+
+
 def test_tokens_of_npy_files_that_hold_something_else_say_so(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.zeros((2, 2), dtype=np.uint16))
     np.save(tmp_path / "b.npy", np.zeros(4))
     np.save(tmp_path / "c.npy", np.zeros(4, dtype=np.uint16))
     np.save(tmp_path / "d.npy", np.zeros(4, dtype=np.uint8))
     (tmp_path / "e.npy").write_bytes(b"not NumPy's")
-    for name, sentence in (("a", "shape"), ("b", "float64"), ("e", "no .npy file")):
+    np.save(tmp_path / "f.npy", np.zeros(4, dtype=np.uint16))
+    torn = (tmp_path / "f.npy").read_bytes().replace(b"'shape': (4,), }", b"'shape': (4}    ")
+    (tmp_path / "f.npy").write_bytes(torn)
+    for name, sentence in (("a", "shape"), ("b", "float64"), ("e", "no .npy file"), ("f", "no .npy file")):
         with pytest.raises(ValueError, match=sentence):
             MmapTokens([tmp_path / f"{name}.npy"], length=2)
     with pytest.raises(ValueError, match="different types"):
@@ -237,6 +270,19 @@ def test_pack_that_fails_leaves_nothing_but_what_was_there(tmp_path: Path) -> No
         pack([good, tmp_path / "bad.jsonl"], tmp_path / "o.bin", bytes_of)
     with pytest.raises(ValueError, match=r"good\.jsonl:1: tokens from 300 to 300 do not fit into uint8"):
         pack([good], tmp_path / "o.bin", lambda _: [300], dtype="uint8")
+    for tokens, sentence in (
+        ({"input_ids": [1]}, "takes its input_ids"),
+        ([1.5], "not integers in a row"),
+        (["1"], "not integers in a row"),
+        ([[1, 2]], "not integers in a row"),
+        (None, "the tokenizer failed: TypeError"),
+    ):
+        with pytest.raises(ValueError, match=rf"good\.jsonl:1: .*{sentence}"):
+            pack([good], tmp_path / "o.bin", lambda _, tokens=tokens: tokens)  # type: ignore[misc]
+    with pytest.raises(ValueError, match="there is no folder"):
+        pack([good], tmp_path / "nowhere" / "o.bin", bytes_of)
+    with pytest.raises(ValueError, match="is an input, too"):
+        pack([tmp_path / "o.bin"], tmp_path / "o.bin", bytes_of)
     (tmp_path / "bad.jsonl").unlink()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
