@@ -48,10 +48,12 @@ Layout, from the top down (a file imports only what stands above it):
     state/rng.py
     state/naming.py
     state/buffers.py
+    state/comm_hooks.py
     state/growth.py
     state/collecting.py
     state/rebuilding.py
     state/optimizers.py
+    state/inner.py
     state/objects.py
     state/restore.py
     state/training_state.py
@@ -62,6 +64,7 @@ Layout, from the top down (a file imports only what stands above it):
     groups/journal.py       what collectives returned before the loop
     groups/waiting.py       waits that end with the round
     groups/nccl.py          NCCL of one group, on one card
+    groups/uncompiled.py    what torch.compile is to leave alone
     groups/status.py        the process's one error flag
     groups/sockets.py       finding and cutting connections
     groups/echo.py          what a collective returns when nobody is there

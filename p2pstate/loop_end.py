@@ -61,6 +61,8 @@ class LoopEnd:
         if voted is None or not self._save_last(epoch, step, voted):
             return False
         self.data_ended_at, self.agreed_step = -1, None
+        if step == 0 and self._stepping.num_open_blocks:
+            self._stepping.warn_of_open_blocks()
         self._context.in_loop = False
         self._context.farewell.close()
         STATUS.loud = True

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from p2pstate.groups.uncompiled import uncompiled
 from p2pstate.plan_recovery import WRAPPER_CHANGES
 
 __all__ = ["NUM_STEPS", "Rehearsals"]
@@ -62,6 +63,7 @@ class Rehearsals:
             return SETTLED
         return CHANGING if id(module) in self._trained else NEW
 
+    @uncompiled
     def _before_forward(self, module: nn.Module, _args: Any) -> None:
         if torch.is_grad_enabled() and module.require_backward_grad_sync:
             self._trained.add(id(module))

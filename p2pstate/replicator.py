@@ -35,7 +35,7 @@ from p2pstate.observe.tracking import Tracker
 from p2pstate.protection import Protection
 from p2pstate.resume import Disk
 from p2pstate.settings import CheckpointPolicy, Settings
-from p2pstate.state import TrainingState
+from p2pstate.state import TrainingState, free_name, is_generator, with_inner
 from p2pstate.stats import ProtectionStats
 from p2pstate.steps import Loop
 from p2pstate.worker.context import WorkerContext, current
@@ -49,11 +49,12 @@ class Replicator:
     Args:
         *components: the model or models (DDP, FSDP, TP or plain modules), the optimizer or optimizers, anything else
             with ``state_dict()`` and ``load_state_dict()`` whose state belongs to the run (schedulers, GradScaler,
-            averages). Order does not matter.
+            averages), random generators of Python, NumPy and torch. Order does not matter. Optimizers inside of an
+            optimizer are found, and so is what communication hooks like PowerSGD remember.
         data: an iterable of batches with ``state_dict()`` and ``load_state_dict()``, in which the position means
             *delivered*. Without it ``train_step`` is called without arguments.
-        extra: plain values (numbers, strings, lists, dictionaries) of the training loop itself; captured and restored
-            with the rest, in place. Also reachable as ``state.extra``.
+        extra: plain values (numbers, strings, lists, dictionaries), tensors and random generators of the training loop
+            itself; captured and restored with the rest, in place. Also reachable as ``state.extra``.
         rng: capture the random state of Python, NumPy and torch.
         lean: True keeps no copy of a shard on its own node, half of the memory by default: dead processes are replaced
             as ever, from the other nodes' copies, but nodes may be lost only down to one copy (with ``copies=1``:
@@ -139,14 +140,13 @@ class Replicator:
             checkpoint=policy,
         )
         models = [c for c in components if isinstance(c, torch.nn.Module)]
-        optimizers = [c for c in components if isinstance(c, torch.optim.Optimizer)]
+        optimizers = with_inner(c for c in components if isinstance(c, torch.optim.Optimizer))
         objects: dict[str, Any] = {}
         for component in components:
             if isinstance(component, torch.nn.Module | torch.optim.Optimizer):
                 continue
             _check_stateful(component, "positional argument")
-            name = type(component).__name__.lower()
-            objects[f"{name}{sum(key.startswith(name) for key in objects)}"] = component
+            objects[free_name(component, objects)] = component
         if data is not None:
             _check_stateful(data, "data=")
             if not hasattr(data, "__iter__"):
@@ -362,7 +362,7 @@ def _policy(
 
 def _check_stateful(component: Any, what: str) -> None:
     missing = [name for name in ("state_dict", "load_state_dict") if not callable(getattr(component, name, None))]
-    if missing:
+    if missing and not is_generator(component):
         raise ValueError(
             f"{what} of type {type(component).__name__} has no {' and no '.join(missing)}(): its state could not be "
             "captured; give it both methods, or put plain values into extra="

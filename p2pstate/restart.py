@@ -31,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from p2pstate.errors import ConfigError, P2PStateError
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
+from p2pstate.groups.uncompiled import uncompiled
 from p2pstate.types import Start
 from p2pstate.worker.context import WorkerContext, current, is_entered
 from p2pstate.worker.link import RoundAborted
@@ -175,6 +176,7 @@ class _Attempts(Generic[T]):
             STATUS.fail(RoundAborted(self._link.abort_reason), info.epoch)
 
 
+@uncompiled
 def _refuse_garbage(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Collectives that DDP waits for in C++ cannot raise when they fail: their results must not be used."""
     if STATUS.error is not None:

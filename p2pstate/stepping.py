@@ -16,6 +16,7 @@ known it finds no gradients, and the vote at the block's end discards what was c
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,11 +29,13 @@ from p2pstate.finite import all_finite
 from p2pstate.groups.gate import NO_RANK, Ballot, vote
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
+from p2pstate.groups.uncompiled import uncompiled
 from p2pstate.protection import Protection
 
 __all__ = ["Stepping"]
 
 NUM_QUIET_BLOCKS = 100  # after so many in a row nothing is expected to follow the first optimizer.step()
+NUM_OPEN_BLOCKS = 1000  # nobody accumulates gradients over so many
 NOT_IN_BACKWARD = -1
 
 
@@ -53,6 +56,7 @@ class Stepping:
         self._block: StepBlock | None = None
         self._rehearsing = False
         self._num_quiet_blocks = 0
+        self.num_open_blocks = 0  # in a row, without an optimizer's step
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
 
@@ -66,6 +70,7 @@ class Stepping:
         """A loss scaler that declines to step an optimizer ends a step all the same."""
         stock = scaler.step
 
+        @uncompiled
         def step(*args: Any, **kwargs: Any) -> Any:
             block = self._block
             if block is None:
@@ -82,6 +87,7 @@ class Stepping:
         scaler.step = step
         self.scalers.append(scaler)
 
+    @uncompiled
     def _before_optimizer(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -151,10 +157,25 @@ class Stepping:
         while block.voted is None or not block.voted.ended:
             if not self._vote(block, ended=True):
                 return False
+        self._count(block)
         if block.boundary:
             quiet = block.num_gates == 1 and REGISTRY.num_collectives == block.num_collectives_before
             self._num_quiet_blocks = self._num_quiet_blocks + 1 if quiet else 0
         return STATUS.error is None
+
+    def _count(self, block: StepBlock) -> None:
+        self.num_open_blocks = 0 if block.boundary else self.num_open_blocks + 1
+        if self.num_open_blocks == NUM_OPEN_BLOCKS:
+            self.warn_of_open_blocks()
+
+    def warn_of_open_blocks(self) -> None:
+        warnings.warn(
+            f"in {self.num_open_blocks} blocks in a row none of the optimizers given to Replicator(...) was stepped: "
+            "none of them is a step, nothing of what they trained is committed or protected; give it the optimizer "
+            "whose step() is called",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
     def _vote(self, block: StepBlock, *, ended: bool) -> bool:
         """Cast this rank's vote, unless all have said that none follows. False: the step must be discarded here."""

@@ -27,6 +27,7 @@ from p2pstate.groups.inner import Inner
 from p2pstate.groups.journal import Recording, Replay
 from p2pstate.groups.nccl import wait_on_host
 from p2pstate.groups.status import Status
+from p2pstate.groups.uncompiled import uncompiled
 from p2pstate.groups.works import CardWork, EchoWork, GuardedWork, card_of
 from p2pstate.trace import Row
 
@@ -50,6 +51,7 @@ STUBBORN = frozenset(
 )
 
 
+@uncompiled
 class P2PGroup(ProcessGroup):
     """One group of ``members`` (global ranks), identified in every round by ``key``."""
 

@@ -20,6 +20,7 @@ from torch.futures import Future
 
 from p2pstate.groups.nccl import wait_on_host
 from p2pstate.groups.status import Status
+from p2pstate.groups.uncompiled import uncompiled
 from p2pstate.groups.waiting import Abandoned, call, wait_collective
 
 __all__ = ["CardWork", "EchoWork", "GuardedWork", "card_of"]
@@ -36,6 +37,7 @@ def card_of(values: Sequence[Any]) -> torch.device | None:
     return None
 
 
+@uncompiled
 class EchoWork(Work):
     """Done at once, with the given value."""
 
@@ -75,6 +77,7 @@ class EchoWork(Work):
         return self._future
 
 
+@uncompiled
 class GuardedWork(Work):
     """Forwards to ``work``; an error goes to the process's status, ``echo`` then fills the outputs.
 
@@ -184,6 +187,7 @@ class GuardedWork(Work):
             self._echo()
 
 
+@uncompiled
 class CardWork(GuardedWork):
     """The same for an operation on a card. ``blocks``: the host is to wait for its end, as in a barrier."""
 

@@ -5,8 +5,21 @@ plain values. The vocabulary is ``Leaf`` (one named tensor) and its holders (the
 """
 
 from p2pstate.state.errors import LeafError
+from p2pstate.state.inner import with_inner
 from p2pstate.state.layout import Layout
 from p2pstate.state.leaves import Leaf, write_into
+from p2pstate.state.objects import free_name
+from p2pstate.state.rng import is_generator
 from p2pstate.state.training_state import Collected, TrainingState
 
-__all__ = ["Collected", "Layout", "Leaf", "LeafError", "TrainingState", "write_into"]
+__all__ = [
+    "Collected",
+    "Layout",
+    "Leaf",
+    "LeafError",
+    "TrainingState",
+    "free_name",
+    "is_generator",
+    "with_inner",
+    "write_into",
+]

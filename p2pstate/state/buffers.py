@@ -4,12 +4,13 @@ In: models, captured tensors by leaf name. Out: the names of buffers that are no
 and for a restore what has to be put in their place.
 Invariant: only a buffer that has changed since its model was built, here or on the owner, may differ from what was
 captured; of any other a difference means that two ranks have built different models, and is an error elsewhere.
-Known limit: a buffer that is a tensor subclass or quantised has to keep its shape.
+Known limits: a buffer that is a tensor subclass or quantised has to keep its shape; one that is registered here by a
+restore is persistent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,15 +25,22 @@ __all__ = ["BufferShapes", "Refit"]
 
 @dataclass(frozen=True, slots=True)
 class Refit:
-    """One buffer, and the captured value that does not fit into it (None: there was no such buffer)."""
+    """One buffer, and the captured value that does not fit into it (None: there was no such buffer).
+
+    ``added``: the model registered it after it was built, so without a value it goes.
+    """
 
     name: str
     module: nn.Module
     key: str
     value: torch.Tensor | None
+    added: bool
 
     def apply(self) -> None:
-        live = self.module._buffers[self.key]
+        live = self.module._buffers.get(self.key)
+        if self.value is None and self.added:
+            delattr(self.module, self.key)
+            return
         if self.value is None:
             self.module._buffers[self.key] = None
             return
@@ -62,18 +70,34 @@ class BufferShapes:
 
     def plan(self, tensors: Mapping[str, torch.Tensor], changed_on_owner: Iterable[str]) -> list[Refit]:
         """What does not fit and may be made to fit; writes nothing."""
-        flexible = {*self.changed(), *changed_on_owner}
-        refits = []
+        on_owner = frozenset(changed_on_owner)
+        flexible = {*self.changed(), *on_owner}
+        refits = list(self._missing(tensors, on_owner))
         for name, module, key, buffer in (item for model in self._models for item in model.buffers()):
             value = tensors.get(name)
             plain = buffer is None or (is_plain(buffer) and not buffer.is_quantized)
             if name in flexible and plain and _kind(buffer) != _kind(value):
-                refits.append(Refit(name, module, key, value))
+                refits.append(Refit(name, module, key, value, added=name not in self._built))
         return refits
+
+    def _missing(self, tensors: Mapping[str, torch.Tensor], changed_on_owner: frozenset[str]) -> Iterator[Refit]:
+        """What the owner's model had registered after it was built, and the one here has not."""
+        here = {name for model in self._models for name, *_ in model.buffers()}
+        modules = {prefix: module for model in self._models for prefix, module in model.modules()}
+        for name in sorted(changed_on_owner & tensors.keys() - here):
+            prefix, key = _split(name)
+            if prefix in modules and not hasattr(modules[prefix], key):
+                yield Refit(name, modules[prefix], key, tensors[name], added=True)
 
     def inherit(self, changed_on_owner: Iterable[str]) -> None:
         """These have changed on the rank that was restored from: they may differ between versions for ever."""
         self._inherited = frozenset(changed_on_owner)
+
+
+def _split(name: str) -> tuple[str, str]:
+    """The name of a buffer's module, as a prefix, and the buffer's name in it."""
+    end = max(name.rfind("."), name.rfind("/")) + 1
+    return name[:end], name[end:]
 
 
 def _kind(buffer: torch.Tensor | None) -> Any:

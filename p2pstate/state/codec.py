@@ -73,9 +73,11 @@ _MAX_SQUEEZED_BYTES = 1 << 26  # of what a copy may claim to have been before
 class TensorRef:
     """Stands in a tree where a tensor was.
 
-    kind: "plain", "dtensor" or the subclass's name. device: device *type* on the owner ("cpu", "cuda").
-    parts: for subclasses the paths of the inner tensors below the leaf's name, else empty. form: for subclasses the
-    encoded (shape, strides, context of ``__tensor_flatten__``); empty where the context is no plain value.
+    kind: "plain", "dtensor", the subclass's name, or that of a dtype that torch has no kernels for.
+    device: device *type* on the owner ("cpu", "cuda").
+    parts: of what is several leaves, their paths below the leaf's name, else empty.
+    form: for subclasses the encoded (shape, strides, context of ``__tensor_flatten__``); empty where the context is no
+    plain value.
     """
 
     kind: str

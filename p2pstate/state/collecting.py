@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from p2pstate.state.codec import Path, TensorRef, lower, path_text
 from p2pstate.state.holders import follows
-from p2pstate.state.leaves import Holders, Leaf, describe, plain_parts
+from p2pstate.state.leaves import SHELLS, Holders, Leaf, describe, plain_parts
 
 __all__ = ["Collector", "FlatDicts", "is_simple"]
 
@@ -120,7 +120,8 @@ def is_simple(value: Any) -> bool:
     kind = type(value)
     if kind is DTensor:
         value = value._local_tensor
-    return type(value) is torch.Tensor and not value.requires_grad
+    simple = type(value) is torch.Tensor and not value.requires_grad
+    return simple and not value.is_quantized and value.dtype not in SHELLS.values()
 
 
 def _local(tensor: Any) -> torch.Tensor:

@@ -24,13 +24,13 @@ from p2pstate.state import quantised
 from p2pstate.state.codec import TensorRef, encode
 from p2pstate.state.errors import LeafError
 
-__all__ = ["Holders", "Leaf", "describe", "is_plain", "plain_parts", "write_into"]
+__all__ = ["SHELLS", "Holders", "Leaf", "describe", "is_plain", "plain_parts", "write_into"]
 
 Holders = tuple[int, ...]  # sorted global ranks that hold the same bytes, the own one among them
 
 _PLAIN = (torch.Tensor, Parameter, Buffer)
 # One byte per element, but torch has no kernel that copies them.
-_SHELLS = frozenset(getattr(torch, f"{sign}int{bits}") for sign in ("", "u") for bits in range(1, 8))
+SHELLS = {name: getattr(torch, name) for name in (f"{sign}int{bits}" for sign in ("", "u") for bits in range(1, 8))}
 _MAX_COUNTED = 1 << 20  # elements of which the addresses are compared one by one
 
 
@@ -54,7 +54,7 @@ def plain_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor
         _check_plain(name, tensor)
         if tensor.is_quantized:
             return quantised.parts(name, tensor)
-        if tensor.dtype in _SHELLS:
+        if tensor.dtype in SHELLS.values():
             return [(f"{name}/{str(tensor.dtype).removeprefix('torch.')}", tensor.detach().view(torch.uint8))]
         return [(name, tensor.detach() if tensor.requires_grad or type(tensor) is not torch.Tensor else tensor)]
     if isinstance(tensor, DTensor):
@@ -95,6 +95,9 @@ def describe(name: str, tensor: torch.Tensor) -> TensorRef:
         return TensorRef("dtensor", tensor.device.type, _part_names(name, tensor))
     if type(tensor) in _PLAIN and tensor.is_quantized:
         return TensorRef(quantised.KIND, tensor.device.type, _part_names(name, tensor))
+    if type(tensor) in _PLAIN and tensor.dtype in SHELLS.values():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        return TensorRef(kind, tensor.device.type, (f"/{kind}",))
     if type(tensor) in _PLAIN:
         return TensorRef("plain", tensor.device.type)
     return TensorRef(type(tensor).__qualname__, tensor.device.type, _part_names(name, tensor), _form(tensor))

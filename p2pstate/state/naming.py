@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from torch.jit import ScriptModule
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from p2pstate.state.errors import LeafError
@@ -100,14 +101,15 @@ class Look:
         self._places = places
         self._modules = [place.module for place in places]
         self._groups = [group for place in places for group in place.fsdp_groups]
-        self._slots = _slots(self._modules)
+        self._scripted = any(isinstance(module, ScriptModule) for module in self._modules)
+        self._slots = [] if self._scripted else _slots(self._modules)
         self._trains = [tensor.requires_grad for _, tensor, _ in named]
         self._memory = SameMemory(tensor for _, tensor, _ in named)
         self._gathered = not all(group.is_sharded for group in self._groups)
 
     def holds(self, places: list[_Place]) -> bool:
         """Whether looking again finds the same tensors over the same memory, as trainable as they were."""
-        if self._gathered or places is not self._places or not self._memory.known:
+        if self._gathered or self._scripted or places is not self._places or not self._memory.known:
             return False
         sizes, keys, values = _slots(self._modules)
         return (
@@ -263,7 +265,8 @@ def _walk(model: nn.Module, prefix: str, trained: bool, world: World) -> Iterato
         place.children = dict(module._modules)
         place.fsdp_groups = inherited_groups.get(id(module), [])
         place.is_wrapper = _wrapped_child(module) is not None
-        place.has_extra_state = type(module).get_extra_state is not nn.Module.get_extra_state
+        scripted = isinstance(module, ScriptModule)  # which has a get_extra_state that only raises
+        place.has_extra_state = not scripted and type(module).get_extra_state is not nn.Module.get_extra_state
         yield place
         todo += [
             _child_place(place, key, child) for key, child in reversed(module._modules.items()) if child is not None

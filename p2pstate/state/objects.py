@@ -7,7 +7,9 @@ so that an object which keeps what it is given never points into a slot.
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+import re
+from collections.abc import Container, MutableMapping
+from itertools import count
 from typing import Any
 
 from p2pstate.state.collecting import Collector
@@ -15,10 +17,35 @@ from p2pstate.state.errors import LeafError
 from p2pstate.state.rebuilding import Rebuilder
 from p2pstate.state.rng import generator_state, is_generator, set_generator_state
 
-__all__ = ["apply_extra", "check_object", "collect_extra", "collect_object", "plan_extra", "restore_object"]
+__all__ = [
+    "apply_extra",
+    "check_name",
+    "check_object",
+    "collect_extra",
+    "collect_object",
+    "free_name",
+    "plan_extra",
+    "restore_object",
+]
+
+_RESERVED = re.compile(r"(model|optimizer|comm_hook)\d*|extra|rng")
 
 _GENERATOR = "generator"
 _VALUE = "value"
+
+
+def free_name(thing: Any, taken: Container[str]) -> str:
+    """A name for an object that was given without one: its class and a number."""
+    kind = type(thing).__name__.lower()
+    if _RESERVED.fullmatch(f"{kind}0"):
+        kind += "_"
+    return next(name for name in (f"{kind}{number}" for number in count()) if name not in taken)
+
+
+def check_name(name: str) -> None:
+    """LeafError unless an object may have this name."""
+    if _RESERVED.fullmatch(name) or "/" in name or not name:
+        raise LeafError(name or "''", "cannot be the name of an object", "choose a name without '/' that is not taken")
 
 
 def check_object(name: str, thing: Any) -> None:

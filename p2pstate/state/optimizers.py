@@ -31,7 +31,7 @@ from p2pstate.state.leaves import Holders, Leaf
 from p2pstate.state.rebuilding import Rebuilder
 from p2pstate.state.sameness import SameMemory
 
-__all__ = ["OptimizerState", "PlannedOptimizer"]
+__all__ = ["OptimizerState", "PlannedOptimizer", "is_divided"]
 
 # what a live group keeps for itself: its parameters, and the names torch gave them (which depend on wrappers)
 _IDENTITY = ("params", "param_names")
@@ -89,6 +89,11 @@ def _contents(groups: Any, live: Mapping[Any, Any]) -> list[list[Any]]:
     return [*([*group["params"]] for group in groups), [*live], entries, [*map(len, entries)], [*keys], [*values]]
 
 
+def is_divided(optimizer: Optimizer) -> bool:
+    """Whether it is a ZeroRedundancyOptimizer (importing the class is slow)."""
+    return any(kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__)
+
+
 class OptimizerState:
     """``named`` is always (name, holders) of the live parameters by id, ``prefix`` "optimizer" or "optimizer0".
 
@@ -100,9 +105,7 @@ class OptimizerState:
         self.prefix = prefix
         self.accumulating = False
         self._num_groups = len(optimizer.param_groups)  # as it was built: more may come and go
-        self._divided = any(
-            kind.__name__ == "ZeroRedundancyOptimizer" for kind in type(optimizer).__mro__
-        )  # slow import
+        self._divided = is_divided(optimizer)
         if self._divided and getattr(optimizer, "_overlap_with_ddp", False):
             raise LeafError(
                 prefix,
@@ -178,7 +181,7 @@ class OptimizerState:
             raise LeafError(
                 f"{self.prefix} group {index}",
                 f"holds a parameter of shape {list(parameter.shape)} that is in none of the given models",
-                "give the model it belongs to as well",
+                "give the model it belongs to as well, or an nn.ParameterList of it if it belongs to none",
             )
         return found
 

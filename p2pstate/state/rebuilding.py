@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from p2pstate.state import quantised
 from p2pstate.state.codec import Path, TensorRef, decode, path_text
 from p2pstate.state.errors import LeafError
-from p2pstate.state.leaves import describe, is_plain, local_of, plain_parts
+from p2pstate.state.leaves import SHELLS, describe, is_plain, local_of, plain_parts
 
 __all__ = ["Rebuilder", "references"]
 
@@ -70,6 +70,8 @@ class Rebuilder:
         if ref.kind == quantised.KIND:
             keys = tuple(part.removeprefix("/") for part in ref.parts)
             return quantised.make(name, keys, self._tensors, _device(ref, parameter))
+        if ref.kind in SHELLS and ref.parts == (f"/{ref.kind}",):
+            return _fresh(self._tensors[name + ref.parts[0]], _device(ref, parameter), parameter).view(SHELLS[ref.kind])
         if ref.kind not in ("plain", "dtensor") or any(ref.parts):
             made = self._subclass(ref, name, parameter)
             if made is not None:

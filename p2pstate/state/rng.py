@@ -92,7 +92,7 @@ def _has_drawn(raw: bytes) -> bool:
 
 def is_generator(value: Any) -> bool:
     """Whether ``value`` is a random generator object whose state can be captured and set."""
-    return isinstance(value, _GENERATORS)
+    return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
 
 
 def generator_state(generator: Any) -> Any:

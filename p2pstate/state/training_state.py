@@ -10,7 +10,6 @@ not seen: keep it in ``extra`` or in an object with ``state_dict``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, pairwise
@@ -25,17 +24,16 @@ from p2pstate.state import rng as random_streams
 from p2pstate.state.buffers import BufferShapes
 from p2pstate.state.codec import decode, pack, squeeze
 from p2pstate.state.collecting import Collector
+from p2pstate.state.comm_hooks import hook_memories
 from p2pstate.state.errors import LeafError
 from p2pstate.state.holders import current_world
 from p2pstate.state.leaves import Holders, Leaf
 from p2pstate.state.naming import Look, ModelNames
-from p2pstate.state.objects import check_object, collect_extra, collect_object
+from p2pstate.state.objects import check_name, check_object, collect_extra, collect_object
 from p2pstate.state.optimizers import OptimizerState
 from p2pstate.state.restore import FORMAT, Live, restore
 
 __all__ = ["Collected", "TrainingState"]
-
-_RESERVED = re.compile(r"(model|optimizer)\d*|extra|rng")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +82,13 @@ class TrainingState:
                 averages.append(ModelNames(thing, name, trained=False))
             else:
                 plain[name] = thing
+        names = [ModelNames(m, prefix) for prefix, m in zip(_numbered("model", len(models)), models, strict=True)]
+        names += averages
+        self._hooks = dict(hook_memories(names))
+        memories = [each for each in self._hooks.values() if not any(each is given for given in plain.values())]
+        plain |= zip(_numbered("comm_hook", len(memories)), memories, strict=True)
         self._live = Live(
-            models=(
-                *(ModelNames(m, prefix) for prefix, m in zip(_numbered("model", len(models)), models, strict=True)),
-                *averages,
-            ),
+            models=tuple(names),
             optimizers=tuple(
                 OptimizerState(optimizer, prefix)
                 for prefix, optimizer in zip(_numbered("optimizer", len(optimizers)), optimizers, strict=True)
@@ -160,8 +160,17 @@ class TrainingState:
                 elif isinstance(tensor, nn.Parameter):
                     frozen.append(name)
             changed = squeeze(self._shapes.changed())
+            self._check_hooks()
             known = self._models = _Models(own, looks, named, trainable, squeeze(frozen), changed, collector.leaves)
         return known
+
+    def _check_hooks(self) -> None:
+        if dict(hook_memories(self._live.models)).keys() != self._hooks.keys():
+            raise LeafError(
+                "comm_hook",
+                "is a communication hook that was registered after the state was looked at first",
+                "register it before",
+            )
 
     def parameter_names(self) -> set[str]:
         """The leaves (or, of tensors made of several, the beginnings of their names) that are parameters."""
@@ -245,8 +254,7 @@ def _numbered(word: str, count: int) -> list[str]:
 
 
 def _check_name(name: str, thing: Any) -> None:
-    if _RESERVED.fullmatch(name) or "/" in name or not name:
-        raise LeafError(name or "''", "cannot be the name of an object", "choose a name without '/' that is not taken")
+    check_name(name)
     if isinstance(thing, Optimizer):
         raise LeafError(name, "is an optimizer", "give it with the optimizers")
     if not isinstance(thing, nn.Module):

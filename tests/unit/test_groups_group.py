@@ -488,6 +488,12 @@ def solo_data_parallel() -> bool:
     return train(DistributedDataParallel(net()))
 
 
+def solo_compiled() -> bool:
+    install_solo()
+    model = torch.compile(DistributedDataParallel(net()), backend="eager")
+    return train(model)
+
+
 def solo_sharded() -> tuple[bool, list[int]]:
     install_solo()
     model = net()
@@ -503,7 +509,7 @@ def solo_hybrid_sharded() -> bool:
     return train(fully_shard(net(), mesh=mesh))
 
 
-@pytest.mark.parametrize("trains", [solo_data_parallel, solo_hybrid_sharded])
+@pytest.mark.parametrize("trains", [solo_data_parallel, solo_compiled, solo_hybrid_sharded])
 def test_solo_training_runs_whole_steps(trains: Callable[[], bool]) -> None:
     assert run_alone(trains)
 

@@ -289,6 +289,21 @@ def test_restore_of_a_dtype_that_torch_cannot_copy_brings_its_bytes_back(name: s
     assert codes.flatten().tolist() == list(range(12))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, torch.ones(2, 3))])
+def test_restore_of_a_scripted_model_is_in_place(make: Any) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    scripted = make(model)
+    state, plain = state_of(scripted), state_of(model)
+    assert [leaf.name for leaf in state.collect().leaves] == [leaf.name for leaf in plain.collect().leaves]
+    image = image_of(state)
+    before = model[1].running_mean.clone()
+    scripted(torch.rand(4, 3))
+    assert not torch.equal(model[1].running_mean, before)
+    restore(state, image)
+    assert torch.equal(model[1].running_mean, before)
+
+
 def test_restore_brings_back_which_parameters_train_and_which_modules_evaluate() -> None:
     model = nn.Sequential(net(), nn.Dropout())
     state = state_of(model)

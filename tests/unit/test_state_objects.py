@@ -14,7 +14,7 @@ from state_zoo import assert_same, image_of, restore
 from torch import nn
 from torch.optim import lr_scheduler as lr
 
-from p2pstate.state import LeafError, TrainingState
+from p2pstate.state import LeafError, TrainingState, free_name
 
 
 def made(scheduler: Callable[[Any], Any], rate: Any = 0.5) -> tuple[torch.optim.Optimizer, Any, TrainingState]:
@@ -286,6 +286,7 @@ def test_collect_of_extra_sees_a_plain_int_of_this_moment() -> None:
         ({"rng": Loader()}, None, "rng", "cannot be the name"),
         ({"a/b": Loader()}, None, "a/b", "cannot be the name"),
         ({"": Loader()}, None, "''", "cannot be the name"),
+        ({"dice": random.SystemRandom()}, None, "dice", "no state_dict and load_state_dict"),
         ({"opt": torch.optim.SGD([nn.Parameter(torch.ones(1))])}, None, "opt", "is an optimizer"),
         ({}, {"f": {"g": print}}, "extra/f/g", "not a plain value"),
     ],
@@ -294,6 +295,17 @@ def test_capture_of_an_impossible_object_is_refused(objects: Any, extra: Any, na
     with pytest.raises(LeafError, match=what) as caught:
         TrainingState([], [], objects, extra=extra)
     assert caught.value.name == name
+
+
+def test_name_of_an_object_is_its_class_and_a_number_that_is_free() -> None:
+    class Model(Loader):
+        """Called like something else."""
+
+    taken: dict[str, Any] = {}
+    for thing in (Loader(), Model(), Loader(), Model(), random.Random(1)):
+        taken[free_name(thing, taken)] = thing
+    assert list(taken) == ["loader0", "model_0", "loader1", "model_1", "random0"]
+    TrainingState([], [], taken)
 
 
 def test_capture_of_two_leaves_with_one_name_is_refused() -> None:

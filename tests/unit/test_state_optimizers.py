@@ -10,7 +10,7 @@ import torch
 from state_zoo import Codes, assert_same, bits, image_of, restore
 from torch import nn
 
-from p2pstate.state import LeafError, TrainingState
+from p2pstate.state import LeafError, TrainingState, with_inner
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
@@ -477,6 +477,112 @@ def test_restore_makes_state_of_a_subclass_that_the_state_of_another_parameter_h
     made = optimizer.state[model[2].bias]["codes"]
     assert type(made) is Codes
     assert (made.dtype, made.codes.tolist(), made.scale.item()) == (torch.bfloat16, [1, 1], 3.5)
+
+
+class Ascent(torch.optim.Optimizer):
+    """Steps another optimizer, which has the momentum, from a point uphill (as SAM does)."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"rho": 0.1})
+        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
+        self.param_groups = self.base.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["before"] = parameter.clone()
+            parameter.grad.add_(parameter, alpha=self.param_groups[0]["rho"])
+        self.base.step()
+
+
+class Both(torch.optim.Optimizer):
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        super().__init__([p for each in optimizers for g in each.param_groups for p in g["params"]], {})
+        self.optimizers = list(optimizers)
+
+    def step(self, closure: Any = None) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("make", "count"),
+    [
+        (lambda net: Ascent(net.parameters()), 2),
+        (lambda net: Both(torch.optim.AdamW(net[0].parameters()), Ascent(net[2].parameters())), 4),
+    ],
+    ids=["attribute", "list"],
+)
+def test_restore_of_optimizers_inside_of_an_optimizer_continues_like_its_twin(make: Any, count: int) -> None:
+    runs = []
+    for _ in range(2):
+        model = net()
+        optimizer = make(model)
+        found = with_inner([optimizer])
+        assert len(found) == count
+        runs.append((model, optimizer, state_of(model, *found)))
+    (model, optimizer, state), (other, its_optimizer, its_state) = runs
+    step(model, optimizer, 3)
+    image = image_of(state)
+    restore(its_state, image)
+    assert_same(image_of(its_state), image)
+    step(model, optimizer, 2)
+    step(other, its_optimizer, 2)
+    assert_same(image_of(its_state), image_of(state))
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Passes everything on, as launchers' wrappers do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        self.more: dict[str, Any] = {}
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self.inner.state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**self.inner.state_dict(), **self.more}
+
+
+def test_wrapper_without_a_state_of_its_own_stands_for_the_optimizer_inside() -> None:
+    inner = torch.optim.SGD(net().parameters(), lr=0.1)
+    wrapper = Wrapper(inner)
+    assert with_inner([wrapper]) == with_inner([inner, Wrapper(wrapper)]) == [inner]
+    wrapper.more["step"] = 3
+    with pytest.raises(LeafError, match="keeps step besides"):
+        with_inner([wrapper])
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("form", ["uint4", "qint8"])
+def test_capture_of_state_in_an_odd_form_has_its_newest_value(form: str, in_place: bool) -> None:
+    def value(number: int) -> torch.Tensor:
+        if form == "qint8":
+            return torch.quantize_per_tensor(torch.ones(3), 1.0 / number, 0, torch.qint8)
+        return torch.full((3,), number, dtype=torch.uint8).view(torch.uint4)
+
+    def is_value(tensor: torch.Tensor, number: int) -> bool:
+        if form == "qint8":
+            return tensor.dtype is torch.qint8 and tensor.q_scale() == 1.0 / number
+        return tensor.dtype is torch.uint4 and tensor.view(torch.uint8).tolist() == [number] * 3
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model[0].bias] = {"odd": value(1)}
+    state = state_of(model, optimizer)
+    if in_place:
+        live = optimizer.state[model[0].bias]["odd"]
+        live.copy_(value(2)) if form == "qint8" else live.view(torch.uint8).fill_(2)
+    else:
+        optimizer.state[model[0].bias]["odd"] = value(2)
+    image = image_of(state)
+    restore(state, image)
+    assert is_value(optimizer.state[model[0].bias]["odd"], 2)
+    optimizer.state.clear()
+    restore(state, image)
+    assert is_value(optimizer.state[model[0].bias]["odd"], 2)
 
 
 def test_gradients_of_an_optimizer_that_was_not_stepped_are_state_and_those_of_others_are_not() -> None:

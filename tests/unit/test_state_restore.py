@@ -290,6 +290,25 @@ def test_restore_of_buffers_that_change_their_shape_goes_forward_and_back() -> N
         assert newcomer.other.same is newcomer.grows
 
 
+def test_restore_of_a_buffer_that_the_model_registers_in_training_goes_forward_and_back() -> None:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    state = simple(model)
+    before = image_of(state)
+    model[1].register_buffer("late", torch.tensor([1.5, 2.5]))
+    after = image_of(state)
+    model[1].late.zero_()
+    restore(state, before)
+    assert not hasattr(model[1], "late")
+    for built_late in (False, True):
+        newcomer = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        state = simple(newcomer)
+        if built_late:
+            newcomer[1].register_buffer("late", torch.zeros(1))
+        restore(state, after)
+        assert newcomer[1].late.tolist() == [1.5, 2.5]
+        assert_same(image_of(state), after)
+
+
 def test_restore_of_a_buffer_that_was_built_with_another_shape_is_refused() -> None:
     model = Lazy()
     image = image_of(simple(model))
