@@ -1,13 +1,16 @@
 """Trains a small language model with Hugging Face's Trainer, and survives: run it under p2prun (docs/trainers.md).
 
-What it leaves in --out is for comparing runs (outcome.py).
+Batches are accumulated; the Trainer evaluates, saves, and loads the best model at the end, as it always does. What this
+leaves in --out is for comparing runs (outcome.py).
 """
 
 import argparse
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
-from transformers import GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
+from torch import nn
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, TrainingArguments, set_seed
 
 import p2pstate
 from counting_data import Counting
@@ -35,19 +38,29 @@ def main() -> None:
         learning_rate=1e-2,
         warmup_steps=4,
         logging_steps=10,
-        save_strategy="no",
         eval_strategy="steps",
-        eval_steps=20,
+        eval_steps=6,
+        save_strategy="steps",
+        save_steps=6,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
         report_to=[],
         disable_tqdm=True,
     )
     trainer = ReplicatedTrainer(
-        model=model, args=training, train_dataset=Counting(240, 24), eval_dataset=Counting(16, 24)
+        model=model,
+        args=training,
+        train_dataset=Counting(240, 24),
+        eval_dataset=Counting(64, 24),
+        callbacks=[EarlyStoppingCallback(early_stopping_patience=20)],
     )
     set_seed(1000 + dist.get_rank())  # dropout differs from rank to rank
-    trainer.train()
+    result = trainer.train()
+    figures = {"loss": result.training_loss, "best": trainer.state.best_metric, "at": trainer.state.best_global_step}
+    found = nn.ParameterDict({name: torch.tensor(float(value)) for name, value in figures.items()})
     optimizer = trainer.optimizer.optimizer
-    save_final_state(args.out, dist.get_rank(), trainer.model, optimizer, trainer.lr_scheduler)
+    save_final_state(args.out, dist.get_rank(), nn.ModuleList([trainer.model, found]), optimizer, trainer.lr_scheduler)
 
 
 if __name__ == "__main__":

@@ -60,9 +60,13 @@ class _Accumulation:
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
+        self._iterated = accelerator.gradient_state.dataloader_references
 
     def state_dict(self) -> dict[str, int]:
+        self._iterated = self._accelerator.gradient_state.dataloader_references
         return {"num_batches": self._accelerator.step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self._accelerator.step = state["num_batches"]
+        # An evaluation that a fault has interrupted leaves its loader there, and its end would end accumulation.
+        self._accelerator.gradient_state.dataloader_references = self._iterated

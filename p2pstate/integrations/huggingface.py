@@ -3,13 +3,16 @@
 In: what ``transformers.Trainer`` takes, in a process that p2pstate started. Out: the same training, bit for bit,
 whatever process or node dies. Call ``p2pstate.init_process_group()`` before ``TrainingArguments(...)``.
 
-The Trainer keeps model, optimizer, scheduler, gradient accumulation, clipping, logging and callbacks. Batches come from
-a p2pstate loader over ``train_dataset``, because their position has to be part of the state.
+The Trainer keeps model, optimizer, scheduler, gradient accumulation, clipping and callbacks. Batches come from a
+p2pstate loader over ``train_dataset``, because their position has to be part of the state. What the Trainer does
+between two steps (logs, evaluation, saves, the ends of epochs) is a hook of the Replicator: after a fault all ranks,
+newcomers included, do it again from the version that they resume. Part of the state are also losses that are not logged
+yet, the best metric and checkpoint so far, what control says, and what callbacks export (``ExportableState``).
 
-Limits: transformers 5, map-style data sets, ``save_strategy="no"`` (keep checkpoints with ``replicator={"checkpoint":
-DIR}``), no DeepSpeed, no loss averaging over ranks: each rank logs its own loss. An evaluation that a fault interrupts,
-or takes back, is done again on all ranks. What callbacks remember is not part of the state: a replaced rank's callbacks
-begin anew, and its ``log_history`` with the step it joined at.
+Limits: transformers 5, map-style data sets, all batches of an epoch, no DeepSpeed; neither ``eval_on_start`` nor
+``resume_from_checkpoint``. What callbacks remember and do not export begins anew in a replaced rank, and its
+``log_history`` with the step it joined at. The Trainer's own checkpoints are for other programs: a run that is started
+again goes on from ``replicator={"checkpoint": DIR}``.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from transformers.trainer_callback import ExportableState
 
 from p2pstate.data import Loader, Sampler, Shuffled
 from p2pstate.errors import ConfigError
@@ -29,18 +33,26 @@ from p2pstate.replicator import Replicator
 
 __all__ = ["ReplicatedTrainer"]
 
+COUNTED = ("epoch", "global_step", "num_input_tokens_seen", "total_flos")
+BY_METRIC = (  # schedulers that the Trainer steps after an evaluation
+    torch.optim.lr_scheduler.ReduceLROnPlateau,
+    getattr(transformers.optimization, "GreedyLR", torch.optim.lr_scheduler.ReduceLROnPlateau),
+)
+BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+
 
 class _Groups:
     """Micro-batches of one optimizer step together, epoch after epoch; an epoch's last group may be smaller."""
 
-    def __init__(self, loader: Loader, group_size: int) -> None:
+    def __init__(self, loader: Loader, group_size: int, is_over: Callable[[], bool]) -> None:
         self._loader = loader
         self._group_size = group_size
         self._num_per_epoch = len(loader)
         self._num_delivered = 0
+        self._is_over = is_over
 
     def __iter__(self) -> Iterator[list[Any]]:
-        while True:
+        while not self._is_over():
             group: list[Any] = []
             for batch in self._loader:  # the rest of an epoch
                 group.append(batch)
@@ -49,6 +61,8 @@ class _Groups:
                 if in_epoch % self._group_size == 0:
                     yield group
                     group = []
+                    if self._is_over():
+                        return
 
     def state_dict(self) -> dict[str, Any]:
         return {"loader": self._loader.state_dict(), "num_delivered": self._num_delivered}
@@ -56,6 +70,43 @@ class _Groups:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._loader.load_state_dict(state["loader"])
         self._num_delivered = state["num_delivered"]
+
+
+class _Progress:
+    """What the Trainer itself knows of a training, besides its ``log_history``."""
+
+    def __init__(self, trainer: ReplicatedTrainer) -> None:
+        self._trainer = trainer
+        self._exporting = [each for each in trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "counted": {name: getattr(trainer.state, name) for name in (*COUNTED, *BEST)},
+            "control": vars(trainer.control).copy(),
+            "callbacks": [dict(each.state()["attributes"]) for each in self._exporting],
+            "loss": trainer._tr_loss,
+            "logged_loss": trainer._total_loss_scalar,
+            "logged_at": trainer._globalstep_last_logged,
+            "flos": float(trainer.current_flos),
+            "grad_norm": trainer.grad_norm,
+            "learning_rate": trainer.learning_rate,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        trainer = self._trainer
+        for name, value in state["counted"].items():
+            setattr(trainer.state, name, value)
+        for name, value in state["control"].items():
+            setattr(trainer.control, name, value)
+        for each, attributes in zip(self._exporting, state["callbacks"], strict=True):
+            for name, value in attributes.items():
+                setattr(each, name, value)
+        trainer._tr_loss = state["loss"].to(trainer.args.device)
+        trainer._total_loss_scalar = state["logged_loss"]
+        trainer._globalstep_last_logged = state["logged_at"]
+        trainer.current_flos = state["flos"]
+        trainer.grad_norm, trainer.learning_rate = state["grad_norm"], state["learning_rate"]
 
 
 class ReplicatedTrainer(transformers.Trainer):
@@ -69,19 +120,19 @@ class ReplicatedTrainer(transformers.Trainer):
         super().__init__(*args, **kwargs)
         if not hasattr(transformers.Trainer, "_run_epoch"):
             raise ConfigError(f"transformers {transformers.__version__} is too old: version 5 or newer is needed")
-        if self.args.save_strategy != "no" or self.args.eval_on_start:
+        if self.args.eval_on_start:
             raise ConfigError(
-                "a rank that joins later cannot take part in what save_strategy and eval_on_start make all ranks do "
-                'together. Give save_strategy="no" and eval_on_start=False; keep checkpoints with '
-                'replicator={"checkpoint": DIR}'
+                "a rank that joins later cannot take part in the evaluation that eval_on_start makes all ranks do "
+                "before training: give eval_on_start=False, and call trainer.evaluate() in a process of its own"
             )
         check(self.accelerator)
         if isinstance(self.train_dataset, torch.utils.data.IterableDataset):
             raise ConfigError("train_dataset is an IterableDataset: give a data set with a length and indices")
         self.replicator: Replicator | None = None
+        self.control: Any
+        self.grad_norm: Any = None  # of the newest step
+        self.learning_rate: float | None = None
         self._settings = dict(replicator or {})
-        self._steps: Iterator[tuple[int, tuple[torch.Tensor, Any, float]]] = iter(())
-        self._unlogged: list[torch.Tensor] = []  # losses of steps since the last log
 
     def get_train_dataloader(self) -> Loader:
         """Every sample once per epoch, the order a function of the seed; the last batches are filled up."""
@@ -108,67 +159,103 @@ class ReplicatedTrainer(transformers.Trainer):
         model: Any,
         epoch: int,
         train_dataloader: Loader,
+        steps_in_epoch: int,
         num_update_steps_per_epoch: int,
         start_time: float,
+        resume_from_checkpoint: Any = None,
         **others: Any,
     ) -> None:
-        """Committed steps up to the end of an epoch: of this one, or, in a rank that joined later, of the run's."""
-        if self.replicator is None:
-            self._protect(model, train_dataloader, num_update_steps_per_epoch)
-        assert self.replicator is not None
-        for step, (loss, grad_norm, learning_rate) in self._steps:
-            if not self.replicator.replaying:
-                self._tr_loss += loss
-                self._unlogged.append(loss)
-            self.state.global_step = step
-            self.state.epoch = step / num_update_steps_per_epoch
-            self.control: Any = self.callback_handler.on_step_end(self.args, self.state, self.control)
-            if self.control.should_log and self._unlogged:
-                logs = {"loss": torch.stack(self._unlogged).mean().item(), "learning_rate": learning_rate}
-                if grad_norm is not None:
-                    logs["grad_norm"] = float(grad_norm)
-                self._unlogged.clear()
-                self.log(logs, start_time)
-            if self.control.should_training_stop and step < self.state.max_steps:
-                self._steps.close()  # type: ignore[attr-defined]
-                break
-            if step % num_update_steps_per_epoch == 0 and step < self.state.max_steps:
-                break
-        else:
-            self.control.should_training_stop = True
-        self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-
-    def _protect(self, model: torch.nn.Module, loader: Loader, num_steps_per_epoch: int) -> None:
-        data = _Groups(loader, self.args.gradient_accumulation_steps)
-        components = [model, self.optimizer, self.lr_scheduler]
+        """All epochs: a rank that joins later begins in a later one."""
+        if resume_from_checkpoint is not None:
+            raise ConfigError(
+                "train(resume_from_checkpoint=...) cannot be protected: a run that is started again goes on by itself "
+                'from replicator={"checkpoint": DIR}; the weights of another run are loaded with from_pretrained'
+            )
+        self._num_batches_per_epoch, self._num_steps_per_epoch = steps_in_epoch, num_update_steps_per_epoch
+        self._start_time = start_time
+        data = _Groups(train_dataloader, self.args.gradient_accumulation_steps, self._is_over)
+        components = [model, self.optimizer, self.lr_scheduler, _Progress(self)]
         self.replicator = replicate(self.accelerator, *components, data=data, **self._settings)
-        if self.args.eval_strategy != "no":
-            by_steps = self.args.eval_strategy == "steps"
-            self.replicator.every(int(self.state.eval_steps) if by_steps else num_steps_per_epoch, self._evaluate_at)
-        self._steps = self.replicator.run(self._step_on, steps=self.state.max_steps)
+        self.replicator.every(1, self._between)
+        for _ in self.replicator.run(self._step_on, steps=self.state.max_steps):
+            pass
+        self.control.should_training_stop = True
 
-    def _evaluate_at(self, step: int) -> None:
-        """Between two steps, on all ranks."""
+    def _is_over(self) -> bool:
+        return bool(self.control.should_training_stop)
+
+    def _between(self, step: int) -> None:
+        """Between two steps, on all ranks: what the Trainer does after a step, and at an epoch's end."""
+        epoch, in_epoch = divmod(step, self._num_steps_per_epoch)
+        num_batches = in_epoch * self.args.gradient_accumulation_steps
         self.state.global_step = step
-        self.evaluate()
+        self.state.epoch = epoch + num_batches / self._num_batches_per_epoch
+        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+        self._log_evaluate_and_save()
+        if in_epoch == 0 or self._is_over():
+            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+            self._log_evaluate_and_save()
+            if not self._is_over():
+                self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+        elif self.control.should_epoch_stop:
+            raise ConfigError(
+                "a callback has set control.should_epoch_stop, which skips the rest of an epoch: p2pstate trains on "
+                "all batches; set control.should_training_stop to end the training"
+            )
         self.model_wrapped.train()
 
-    def _step_on(self, batches: list[Any]) -> tuple[torch.Tensor, Any, float]:
-        """One optimizer step on its micro-batches. Returns loss, norm of the gradients and learning rate."""
-        model = self.model_wrapped
+    def _log_evaluate_and_save(self) -> None:
+        self._maybe_log_save_evaluate(
+            self._tr_loss,
+            self.grad_norm,
+            self.model_wrapped,
+            None,
+            self.state.epoch,
+            None,
+            self._start_time,
+            learning_rate=self.learning_rate,
+        )
+
+    def _step_on(self, batches: list[Any]) -> torch.Tensor:
+        """One optimizer step on its micro-batches. Returns the loss."""
+        assert self.replicator is not None
+        handler = self.callback_handler
+        callbacks = handler.callbacks
+        if self.replicator.rehearsing:
+            handler.callbacks = []  # nobody else sees anything of it
+        try:
+            return self._train_on(batches)
+        finally:
+            handler.callbacks = callbacks
+
+    def _train_on(self, batches: list[Any]) -> torch.Tensor:
+        model, handler = self.model_wrapped, self.callback_handler
         num_items = self._get_num_items_in_batch(batches, self.args.device)
         self.current_gradient_accumulation_steps = len(batches)
-        loss = torch.zeros_like(self._tr_loss)
+        total = torch.zeros_like(self._tr_loss)
+        self.control = handler.on_step_begin(self.args, self.state, self.control)
         for index, inputs in enumerate(batches):
             last = index == len(batches) - 1
             self.accelerator.gradient_state._set_sync_gradients(last)
-            sync: Callable[[], Any] = contextlib.nullcontext if last else lambda: self.accelerator.no_sync(model=model)
-            with sync():
-                loss += self.training_step(model, inputs, num_items)
-        grad_norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(model=model):
+                loss = self.training_step(model, inputs, num_items)
+            total += loss
+            if self.args.logging_nan_inf_filter:
+                num_unlogged = self.state.global_step - self._globalstep_last_logged
+                loss = torch.where(loss.isfinite(), loss, self._tr_loss / (1 + num_unlogged))
+            self._tr_loss += loss
+            self.current_flos += float(self.floating_point_ops(inputs))
+            self._track_num_input_tokens(inputs)
+            if not last:
+                self.control = handler.on_substep_end(self.args, self.state, self.control)
+        norm = self._clip_grad_norm(model) if self.args.max_grad_norm > 0 else None
+        norm = self._get_grad_norm(model, grad_norm=norm)
+        self.grad_norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.control = handler.on_pre_optimizer_step(self.args, self.state, self.control)
         self.optimizer.step()
-        learning_rate = self._get_learning_rate()
-        if not self.accelerator.optimizer_step_was_skipped:
+        self.control = handler.on_optimizer_step(self.args, self.state, self.control)
+        self.learning_rate = self._get_learning_rate()
+        if not (isinstance(self.lr_scheduler, BY_METRIC) or self.accelerator.optimizer_step_was_skipped):
             self.lr_scheduler.step()
         model.zero_grad()
-        return loss, grad_norm, learning_rate
+        return total
