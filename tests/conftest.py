@@ -17,6 +17,9 @@ from typing import Any
 import pytest
 
 READY_WITHIN_S = 120.0
+# Where bytecode is not to be written, each of the hundreds of processes that tests start would compile both packages.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 FILESYSTEMS = str(Path(__file__).parent / "filesystems")  # fsspec finds them in every process of a run
 
 

@@ -68,6 +68,7 @@ def preload() -> None:
     import torch.utils.data  # noqa: F401
 
     import p2pstate.durable.writer
+    import p2pstate.replicator
     import p2pstate.worker.main  # noqa: F401
 
 

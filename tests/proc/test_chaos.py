@@ -7,7 +7,8 @@ failing seed is in the test's name.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,13 +22,19 @@ IN_NAMESPACES = (*PROCESSES, "cut", "cut", "links", "links", "deaf", "deaf", "de
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory, fork_server: dict[str, str]) -> dict[str, Path]:
-    return {name: train(tmp_path_factory.mktemp(f"undisturbed-{name}"), name, fork_server)[0] for name in PARALLELISMS}
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, fork_server: dict[str, str]) -> Callable[[str], Path]:
+    """Of a parallelism: where the outcome of an undisturbed run is, once for all tests here."""
+
+    @cache
+    def outcome(parallelism: str) -> Path:
+        return train(tmp_path_factory.mktemp(f"undisturbed-{parallelism}"), parallelism, fork_server)[0]
+
+    return outcome
 
 
 def check(
     seed: int,
-    undisturbed: dict[str, Path],
+    undisturbed: Callable[[str], Path],
     tmp_path: Path,
     environ: dict[str, str],
     kinds: Sequence[str] = ON_LOOPBACK,
@@ -37,14 +44,14 @@ def check(
     parallelism = sorted(PARALLELISMS)[seed % 2]
     out, injected = train(tmp_path, parallelism, environ, seed, kinds, namespaces=namespaces)
     print(f"seed {seed}, {parallelism}, {len(injected)} faults:", *injected, sep="\n  ")
-    comparison = compare(out, undisturbed[parallelism], NUM_RANKS)
+    comparison = compare(out, undisturbed(parallelism), NUM_RANKS)
     assert comparison.identical, "\n".join([parallelism, *injected, *comparison.differences])
     assert injected
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_random_faults_end_bit_identical(
-    seed: int, undisturbed: dict[str, Path], tmp_path: Path, fork_server: dict[str, str]
+    seed: int, undisturbed: Callable[[str], Path], tmp_path: Path, fork_server: dict[str, str]
 ) -> None:
     check(seed, undisturbed, tmp_path, fork_server)
 
@@ -52,7 +59,7 @@ def test_random_faults_end_bit_identical(
 @pytest.mark.soak
 @pytest.mark.parametrize("seed", range(100, 130))
 def test_many_random_faults_end_bit_identical(
-    seed: int, undisturbed: dict[str, Path], tmp_path: Path, fork_server: dict[str, str]
+    seed: int, undisturbed: Callable[[str], Path], tmp_path: Path, fork_server: dict[str, str]
 ) -> None:
     check(seed, undisturbed, tmp_path, fork_server, WITH_PARTITIONS)
 
@@ -61,7 +68,7 @@ def test_many_random_faults_end_bit_identical(
 @pytest.mark.netns
 @pytest.mark.parametrize("seed", range(200, 230))
 def test_random_faults_of_processes_and_of_networks_end_bit_identical(
-    seed: int, undisturbed: dict[str, Path], tmp_path: Path, fork_server: dict[str, str]
+    seed: int, undisturbed: Callable[[str], Path], tmp_path: Path, fork_server: dict[str, str]
 ) -> None:
     reason = why_not()
     if reason is not None:

@@ -8,6 +8,7 @@ TYPE_CHECKING counts.
 import ast
 import re
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,7 @@ def upward_only(package: str, order: dict[str, int], imports: list[Import]) -> l
     return wrong
 
 
+@cache
 def sources(package: str) -> dict[str, ast.Module]:
     folder = ROOT / package
     init = folder / "__init__.py"
