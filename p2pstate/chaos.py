@@ -19,6 +19,7 @@ from typing import Any
 from p2pstate.agent.chaos import ACTIONS, NODE_ACTIONS, PARTITION_S, PHASES
 from p2pstate.errors import EXIT_CONFIG
 from p2pstate.operating import CommandRefused, add_operator, addresses_of, operator_line
+from p2pstate.options import HelpFormatter
 from rendezvous.operator import Line
 from rendezvous.standing import newest_view
 
@@ -118,7 +119,7 @@ def add_command(commands: Any) -> None:
         description="Inject faults into a job that was started with p2prun --chaos: one after the other, each once the "
         f"job has survived the one before. A schedule has one JSON object a line, like {EXAMPLE}. Exit code: 0 all "
         "were survived, 1 the job did not go on, 78 bad options.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add_operator(parser)
     parser.add_argument("--seed", type=int, default=0, help="which ranks, nodes and moments")

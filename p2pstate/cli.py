@@ -33,7 +33,7 @@ from p2pstate.observe.command import run_command as run_report_command
 from p2pstate.observe.top import add_command as add_top_command
 from p2pstate.observe.top import run_command as run_top_command
 from p2pstate.operating import OPERATING
-from p2pstate.options import add_detection, add_network, add_run, make_config, read_labels
+from p2pstate.options import HelpFormatter, add_detection, add_network, add_run, make_config, read_labels
 from p2pstate.planning.command import add_command as add_plan_command
 from p2pstate.planning.command import run_command as run_plan_command
 from p2pstate.verdict import read_verdict
@@ -45,6 +45,17 @@ from rendezvous.types import RendezvousError, Role
 __all__ = ["main", "p2prun"]
 
 MAX_ROUNDS_WITHOUT_PROGRESS = 5
+USAGE = """p2prun [OPTION ...] SCRIPT [ARGUMENT ...]
+       p2prun status | stop | assume-dead | witness --help"""
+EPILOG = """\
+A run on three hosts, one of them spare; the same on each but for --bind and --name:
+  p2pstate keygen run.key    # once; copy it to every host
+  p2prun --nnodes 2 --spares 1 --nproc-per-node 8 --contacts hostA:7000,hostB:7000,hostC:7000 \\
+         --bind hostA:7000 --name hostA --key-file run.key --run-id my-run train.py
+
+Exit codes: 0 finished, 1 the script failed, 75 no going on here (start again), 76 replace this node,
+77 state lost, 78 wrong options or nobody to train with, 143 stopped.
+"""
 
 
 def p2prun(argv: Sequence[str] | None = None) -> int:
@@ -80,12 +91,22 @@ def _end_on_signals(member: Agent | Witness, who: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``p2pstate``: tools around a run."""
-    parser = argparse.ArgumentParser(prog="p2pstate", description="Tools for p2pstate runs; see also: p2prun --help")
+    parser = argparse.ArgumentParser(
+        prog="p2pstate", description="Tools around a run, which p2prun starts: see p2prun --help"
+    )
     parser.add_argument("--version", action="version", version=f"p2pstate {importlib.metadata.version('p2pstate')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    keygen = commands.add_parser("keygen", help="make the secret that the nodes of a run share")
+    keygen = commands.add_parser(
+        "keygen",
+        help="make the secret that the nodes of a run share",
+        description="Make the secret that the nodes of a run share: p2prun --key-file FILE on each of them.",
+    )
     keygen.add_argument("file", metavar="FILE", help="a new file; an existing one is never overwritten")
-    verdict = commands.add_parser("verdict", help="say how a run ended, and exit with the run's exit code")
+    verdict = commands.add_parser(
+        "verdict",
+        help="say how a run ended, and exit with the run's exit code",
+        description="Say how a run ended, and exit with the run's exit code: 75 while no node has told an end.",
+    )
     verdict.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="p2prun's --run-dir, of this run only")
     add_chaos_command(commands)
     add_durable_commands(commands)
@@ -106,7 +127,7 @@ def _witness(arguments: Sequence[str]) -> int:
         prog="p2prun witness",
         description="Add a vote to a run, from any host: with one, a run on two nodes survives the silent loss of a "
         "node. Start the nodes with --witnesses (torchrun: --rdzv-conf witnesses=1).",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add_run(parser)
     add_network(parser)
@@ -152,9 +173,11 @@ def _verdict(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="p2prun",
+        usage=USAGE,
+        epilog=EPILOG,
         description="Run one node of a training job whose processes and nodes may die. Start it once per node, "
         "with the same arguments except --name and --bind; surplus nodes become spares.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     run = add_run(parser)
     run.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="workers per node")
@@ -226,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
     node.add_argument("--quiet", action="store_true", help="workers' output and events go to --run-dir only")
     parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
     parser.add_argument("script", help="the training script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
     return parser
 
 
@@ -239,7 +262,8 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
     if not 0 <= options.hang_floor < float("inf"):
         raise ValueError(f"--hang-floor {options.hang_floor:g}: give seconds, or 0 to leave hung workers alone")
     if not options.module and not os.path.isfile(options.script):
-        raise ValueError(f"there is no script {options.script!r} here ({os.getcwd()}); -m runs a module")
+        commands = "" if "." in options.script else f"; commands are {', '.join([*OPERATING, 'witness'])}"
+        raise ValueError(f"there is no script {options.script!r} here ({os.getcwd()}); -m runs a module{commands}")
     config = make_config(options, Role.NODE, options.nproc_per_node, read_labels(options.label))
     job = Job(
         script=options.script,

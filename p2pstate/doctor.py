@@ -82,7 +82,17 @@ def run_command(options: argparse.Namespace) -> int:
         for finding in findings:
             fix = f"\n{'':25}-> {finding.fix}" if finding.fix else ""
             print(f"{finding.level:<10}{finding.subject:<15}{finding.text}{fix}")
+        print(summary(findings))
     return 0 if is_ready(findings) else 1
+
+
+def summary(findings: list[Finding]) -> str:
+    num_problems, num_warnings = (
+        sum(finding.level is level for finding in findings) for level in (Level.PROBLEM, Level.WARNING)
+    )
+    if num_problems:
+        return f"not ready: mend what is called a problem ({num_problems}), then look again"
+    return "ready" + (f"; look at the warnings ({num_warnings})" if num_warnings else "")
 
 
 def is_ready(findings: list[Finding]) -> bool:

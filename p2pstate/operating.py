@@ -20,7 +20,7 @@ from typing import Any
 
 from p2pstate.agent.status import describe
 from p2pstate.errors import EXIT_CONFIG
-from p2pstate.options import add_network, operator_config
+from p2pstate.options import HelpFormatter, add_network, operator_config
 from rendezvous.config import Config
 from rendezvous.operator import Line, Operator
 from rendezvous.types import RendezvousError
@@ -94,7 +94,7 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"p2prun {command}",
         description=f"{description} Exit code: 0 done, 1 refused or nobody answered, 78 bad options.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     add_operator(parser)
     return parser
@@ -132,8 +132,9 @@ def _nobody(
 ) -> int:
     tried = "; ".join(problems) or ", ".join(config.contacts)
     print(
-        f"p2prun {command}: nobody answered within {options.timeout:g} s ({tried}). Check --contacts, --run-id and "
-        f"--key-file, and that the nodes can reach {transport.address} (--bind, --advertise)",
+        f"p2prun {command}: nobody answered within {options.timeout:g} s ({tried}). Has the run ended? Else "
+        f"check --contacts, --run-id and --key-file, and that the nodes can reach {transport.address} (--bind, "
+        "--advertise)",
         file=sys.stderr,
     )
     return 1

@@ -16,7 +16,18 @@ from rendezvous.keys import read_key_file
 from rendezvous.types import Role
 from rendezvous.zmq_transport import check_exposure
 
-__all__ = ["add_detection", "add_network", "add_run", "make_config", "operator_config", "read_labels"]
+__all__ = ["HelpFormatter", "add_detection", "add_network", "add_run", "make_config", "operator_config", "read_labels"]
+
+
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Says defaults that say something, and leaves texts of several lines as they are."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        says_nothing = action.default is False or action.default in (None, "", [])
+        return action.help if says_nothing else super()._get_help_string(action)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
 
 
 def add_run(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -51,7 +62,9 @@ def add_network(parser: argparse.ArgumentParser) -> None:
 def add_detection(parser: argparse.ArgumentParser) -> None:
     """How the death of others is noticed."""
     deaths = parser.add_argument_group("deaths of others")
-    deaths.add_argument("--preset", choices=sorted(PRESETS), default="default", help="timeouts")
+    deaths.add_argument(
+        "--preset", choices=sorted(PRESETS), default="default", help="timeouts; local: shorter, one machine"
+    )
     deaths.add_argument(
         "--fence", metavar="CMD", help="a command that tells whether a silent node is gone; called as CMD NAME ADDRESS"
     )
@@ -98,7 +111,7 @@ def operator_config(options: argparse.Namespace) -> Config:
     """For a command that is no member of the run. Raises as `make_config` does."""
     contacts = _contacts(options)
     if not contacts:
-        raise ValueError("--contacts is missing: list host:port of nodes that wait for this one")
+        raise ValueError("--contacts is missing: list host:port of some nodes of the run")
     config = Config.from_env(
         run_id=options.run_id,
         name=f"operator-{socket.gethostname()}-{os.getpid()}",

@@ -112,7 +112,9 @@ class Motives:
             if record is not None and record.status is Status.LEFT:
                 found.append(f"{member.name} left: {record.reason}")
             elif record is not None and not record.live and (record.ended or member.key not in answered):
-                found.append(f"{member.name} is dead: {record.reason}")
+                dead = f"{member.name} is dead: {record.reason}"
+                already = f"node {member.name} is gone: {record.reason}" in self._requests
+                found += [] if already else [dead]
         found += [f"{member.name} joined" for member in self._settled_candidates(view.keys)]
         return found
 
@@ -142,10 +144,15 @@ class Motives:
         if complete or self._now >= self._enough_since_s + config.first_view_last_call_s:
             return ["the run starts"]
         self._holds_until_s = min(self._holds_until_s, self._enough_since_s + config.first_view_last_call_s)
+        witnesses_too = (
+            f" and {len(witnesses)} of {config.num_witnesses_expected} witnesses"
+            if config.num_witnesses_expected
+            else ""
+        )
         self._out.put(
             Waiting(
-                f"{len(nodes)} of {wanted_nodes} nodes and {len(witnesses)} of {config.num_witnesses_expected} "
-                f"witnesses joined: last call of {config.first_view_last_call_s:g} s for the others"
+                f"{len(nodes)} of {wanted_nodes} nodes{witnesses_too} joined: last call of "
+                f"{config.first_view_last_call_s:g} s for the others"
             )
         )
         return []

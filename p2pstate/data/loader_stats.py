@@ -124,6 +124,7 @@ def diagnose(stats: LoaderStats, step_s: float) -> str | None:
         return says + "batches are made in the trainer's process. Give the loader num_workers=2 or more"
     busy_s = stats.num_workers * step_s
     return says + (
-        f"{stats.num_workers} workers together make a batch in {step_s:.3g} s, so one takes about {busy_s:.3g} s. More "
-        "workers help if there are idle cores, else less work per sample; storage that is slow shows as idle workers"
+        f"{stats.num_workers} loader workers together make a batch in {step_s:.3g} s, so one takes about "
+        f"{busy_s:.3g} s. More of them help if there are idle cores, else less work per sample; storage that is slow "
+        "shows as idle workers"
     )

@@ -13,8 +13,8 @@ __all__ = ["CATEGORIES", "Goodput"]
 CATEGORIES = {  # in the order in which they are shown
     "useful": "useful steps",
     "data": "waiting for data",
-    "protection": "protection, exposed",
-    "saving": "durable saves, exposed",
+    "protection": "protection",
+    "saving": "durable saves",
     "repeated": "discarded and repeated steps",
     "recovery": "recovery",
     "waiting": "waiting for a node",

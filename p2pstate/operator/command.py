@@ -20,6 +20,7 @@ from p2pstate.operator.cluster import Cluster, kubernetes_send
 from p2pstate.operator.objects import API_VERSION, PLURAL, RUN_LABEL
 from p2pstate.operator.reconcile import fetch_page, reconcile, runs_path
 from p2pstate.operator.worker import Key, Worker
+from p2pstate.options import HelpFormatter
 
 __all__ = ["main"]
 
@@ -32,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="p2pstate-operator",
         description="Keep the pods of Run resources at their number, replace and restart what has to be, and write "
         "their status (docs/kubernetes.md). Runs recover without it.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
     )
     parser.add_argument("--namespace", metavar="NAME", help="look at this namespace only; all by default")
     parser.add_argument("--liveness", metavar="URL", help="answer probes here, such as http://0.0.0.0:8080/healthz")

@@ -39,6 +39,7 @@ def add_command(commands: Any) -> None:
         help="how often a cluster fails, and what checkpoints and copies are worth there",
         description="How often a cluster fails, and what checkpointing, asynchronous checkpointing and copies in "
         "other nodes' memory are worth there.",
+        usage="p2pstate plan --gpus N (--mtbf H | --yearly-rate PART | --failure-every H | --run-dir DIR) [OPTION ...]",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,0 +1,52 @@
+"""What the commands say to somebody who mistypes, or asks for help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from p2pstate.cli import main, p2prun
+from p2pstate.errors import EXIT_CONFIG
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["stauts"], "commands are status, stop, assume-dead, witness"),
+        (["status"], "--contacts is missing: list host:port of some nodes of the run"),
+        (["--key-file", "none.key", "train.py"], "there is no key file none.key; make one with `p2pstate keygen"),
+    ],
+)
+def test_p2prun_mistake_is_answered_with_what_to_do(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    assert p2prun(arguments) == EXIT_CONFIG
+    assert says in capsys.readouterr().err
+
+
+def test_p2prun_without_a_script_says_so_in_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        p2prun([])
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1] == "p2prun: error: the following arguments are required: script"
+    assert len(lines) < 5
+
+
+@pytest.mark.parametrize("command", [[], ["--help"], ["chaos", "--help"], ["doctor", "--help"]])
+def test_help_names_no_default_that_says_nothing(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    for program, arguments in ((main, command), (p2prun, ["--help"])):
+        try:
+            program(arguments)
+        except SystemExit as end:
+            assert end.code == 0
+        said = capsys.readouterr().out
+        assert said
+        said_at_once = " ".join(said.split())
+        assert not [text for text in ("None", ")", "False", "[]") if f"(default: {text}" in said_at_once]
