@@ -134,7 +134,8 @@ class Agent:
         finally:
             total = self.events.ledger.total()
             if total.wall_s > 0:
-                self.events.emit("goodput", f"this node's ranks: {total.sentence()}", seconds=dict(total.seconds))
+                says = f"this node's ranks: {total.sentence()}" if total.ratio > 0 else ""  # of no steps: nothing
+                self.events.emit("goodput", says, seconds=dict(total.seconds))
             self._site.close()
             self._supervisor.close()
             if self._health is not None:
