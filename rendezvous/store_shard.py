@@ -2,7 +2,8 @@
 
 Flows in: operations with a caller's token and a deadline. Flows out: replies, at once or when a key appears.
 Invariants: every call is answered exactly once: done, failed, timed out or ended; operations take effect in the order
-in which they come in; a blocked call holds no place in that order.
+in which they come in; a blocked call holds no place in that order; what a write costs does not grow with the number of
+calls that wait for other keys.
 Limits: nothing is replicated or kept: a shard lives as long as its round. Sizes are bounded by the constants below.
 """
 
@@ -29,14 +30,28 @@ class _Refused(ValueError):
     """A call that can never succeed; the text becomes the reply's error."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Waiting:
-    """A blocked call: what it waits for, and what it is answered with then."""
+    """A blocked call: what it waits for and is answered with then. The first `num_seen` keys were there once."""
 
     keys: tuple[str, ...]
     deadline_s: float
-    is_ready: Callable[[], bool]
+    is_there: Callable[[str], bool]
     result: Callable[[], Any]
+    num_seen: int = 0
+
+    @property
+    def next_key(self) -> str:
+        return self.keys[self.num_seen]
+
+    def is_ready(self) -> bool:
+        """Looks on where it stopped; at the end once more from the beginning, because keys may have been deleted."""
+        for start in (self.num_seen, 0) if self.num_seen else (0,):
+            for index in range(start, len(self.keys)):
+                if not self.is_there(self.keys[index]):
+                    self.num_seen = index
+                    return False
+        return True
 
 
 class StoreShard:
@@ -47,6 +62,7 @@ class StoreShard:
         self._queues: dict[str, deque[bytes]] = {}  # none is empty
         self._num_bytes = 0
         self._waiting: dict[Token, _Waiting] = {}
+        self._waiting_for: dict[str, dict[Token, None]] = {}  # by their next key, oldest first; none is empty
         self._due_s = float("inf")  # no call's deadline is earlier
         self._ended = False
 
@@ -77,7 +93,8 @@ class StoreShard:
 
     def cancel(self, token: Token) -> None:
         """Nobody waits for this call any more."""
-        self._waiting.pop(token, None)
+        if token in self._waiting:
+            self._stop_waiting(token)
 
     def expire(self, now: float) -> Replies:
         """Answer the calls whose deadline passed."""
@@ -86,7 +103,7 @@ class StoreShard:
         late = [(token, waiting) for token, waiting in self._waiting.items() if waiting.deadline_s <= now]
         replies: Replies = []
         for token, waiting in late:
-            del self._waiting[token]
+            self._stop_waiting(token)
             missing = [key for key in waiting.keys if not self._holds(key)]
             text = f"nobody set {', '.join(map(repr, missing[:3]))}{' and others' if len(missing) > 3 else ''} in time"
             replies.append((token, StoreReply(False, error=text, timed_out=True)))
@@ -98,6 +115,7 @@ class StoreShard:
         self._ended = True
         replies: Replies = [(token, ENDED) for token in self._waiting]
         self._waiting.clear()
+        self._waiting_for.clear()
         self._values.clear()
         self._queues.clear()
         return replies
@@ -120,9 +138,9 @@ class StoreShard:
                 self._put(_key(key), _value(value))
                 changed = [key]
             case "multi_set", [list() as keys, list() as values] if len(keys) == len(values):
-                pairs = [(_key(key), _value(value)) for key, value in zip(keys, values, strict=True)]
-                for key, value in pairs:
-                    self._put(key, value)
+                pairs = {_key(key): _value(value) for key, value in zip(keys, values, strict=True)}
+                self._grow(sum(self._growth(key, value) for key, value in pairs.items()))
+                self._values |= pairs
                 changed = keys
             case "append", [key, value]:
                 self._put(_key(key), _value(self._values.get(key, b"") + _value(value)))
@@ -152,20 +170,23 @@ class StoreShard:
                 result = self._pop(_key(key)) if key in self._queues else None
             case "queue_pop", [key, True]:
                 wanted = _key(key)
-                waiting = _Waiting((wanted,), deadline_s, lambda: wanted in self._queues, lambda: self._pop(wanted))
+                waiting = _Waiting((wanted,), deadline_s, self._queues.__contains__, lambda: self._pop(wanted))
                 return self._block(token, waiting, now)
             case "wait", [list() as keys]:
                 several = tuple(map(_key, keys))
-                waiting = _Waiting(several, deadline_s, lambda: all(map(self._holds, several)), lambda: None)
+                waiting = _Waiting(several, deadline_s, self._holds, lambda: None)
                 return self._block(token, waiting, now)
             case _:
                 raise _Refused("no such operation, or wrong arguments for it")
-        return [(token, StoreReply(True, result)), *(self._wake() if changed else [])]
+        return [(token, StoreReply(True, result)), *self._wake(changed)]
 
     def _put(self, key: str, value: bytes) -> None:
-        old = self._values.get(key)
-        self._grow(len(value) + (len(key) if old is None else -len(old)))
+        self._grow(self._growth(key, value))
         self._values[key] = value
+
+    def _growth(self, key: str, value: bytes) -> int:
+        old = self._values.get(key)
+        return len(value) + (len(key) if old is None else -len(old))
 
     def _grow(self, num_bytes: int) -> None:
         if self._num_bytes + num_bytes > MAX_SHARD_BYTES:
@@ -212,8 +233,7 @@ class StoreShard:
     def _when_set(
         self, token: Token, keys: tuple[str, ...], deadline_s: float, now: float, result: Callable[[], Any]
     ) -> Replies:
-        waiting = _Waiting(keys, deadline_s, lambda: all(key in self._values for key in keys), result)
-        return self._block(token, waiting, now)
+        return self._block(token, _Waiting(keys, deadline_s, self._values.__contains__, result), now)
 
     def _block(self, token: Token, waiting: _Waiting, now: float) -> Replies:
         """Answer now if it can be, else when it can."""
@@ -222,17 +242,29 @@ class StoreShard:
         if len(self._waiting) >= MAX_WAITING:
             raise _Refused("too many calls wait already")
         self._waiting[token] = waiting
+        self._waiting_for.setdefault(waiting.next_key, {})[token] = None
         self._due_s = min(self._due_s, waiting.deadline_s)
         return self.expire(now) if waiting.deadline_s <= now else []
 
-    def _wake(self) -> Replies:
+    def _wake(self, keys: list[str]) -> Replies:
         """One after the other, oldest first: a value that is popped for one caller is not there for the next."""
         replies: Replies = []
-        for token, waiting in list(self._waiting.items()):
-            if waiting.is_ready():
-                del self._waiting[token]
-                replies.append((token, StoreReply(True, waiting.result())))
+        for key in keys:
+            for token in self._waiting_for.pop(key, ()):
+                waiting = self._waiting[token]
+                if waiting.is_ready():
+                    del self._waiting[token]
+                    replies.append((token, StoreReply(True, waiting.result())))
+                else:
+                    self._waiting_for.setdefault(waiting.next_key, {})[token] = None
         return replies
+
+    def _stop_waiting(self, token: Token) -> None:
+        key = self._waiting.pop(token).next_key
+        tokens = self._waiting_for[key]
+        del tokens[token]
+        if not tokens:
+            del self._waiting_for[key]
 
 
 def _key(value: object) -> str:

@@ -8,6 +8,7 @@ both, as it does in our workers.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import statistics
@@ -58,11 +59,18 @@ def _serve(ready: Connection) -> None:
     StoreAgent(ready).node.run()
 
 
+def _start(work: Callable[..., None], *args: Any) -> ForkProcess:
+    """A process that begins with what this one has imported, which it need not search for garbage (and copy for it)."""
+    gc.freeze()
+    process = _fork.Process(target=work, args=args, daemon=True)
+    process.start()
+    return process
+
+
 @contextlib.contextmanager
 def our_stores() -> Iterator[MakeStore]:
     here, there = _fork.Pipe()
-    agent = _fork.Process(target=_serve, args=(there,), daemon=True)
-    agent.start()
+    agent = _start(_serve, there)
     try:
         assert here.poll(60), "the agent has no view"
         address = here.recv()
@@ -90,8 +98,7 @@ def _run_all(world_size: int, work: Callable[[int, Connection], None]) -> list[A
     try:
         for rank in range(world_size):
             here, there = _fork.Pipe()
-            process = _fork.Process(target=work, args=(rank, there), daemon=True)
-            process.start()
+            process = _start(work, rank, there)
             there.close()
             processes.append((process, here))
         for _, pipe in processes:

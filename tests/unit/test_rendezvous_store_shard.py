@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -124,6 +125,43 @@ def test_cancelled_call_is_not_answered() -> None:
     shard.cancel("waiter")
     assert shard.call("setter", "set", ["k", b"v"], 10.0, 0.0) == [("setter", StoreReply(True))]
     assert shard.num_waiting == 0
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_calls_are_answered_as_soon_as_all_their_keys_are_there(seed: int) -> None:
+    """Keys come and go in any order; whoever waits is answered exactly when a look at all that wait says so."""
+    rng = random.Random(seed)
+    keys = [f"k{index}" for index in range(6)]
+    shard, present, waiting = StoreShard(), set[str](), dict[int, set[str]]()
+    for token in range(200):
+        wanted = rng.sample(keys, rng.randint(1, 4))
+        match rng.choice(("wait", "multi_get", "get", "set", "set", "multi_set", "delete_key", "cancel", "expire")):
+            case "cancel":
+                gone = rng.choice([-1, *waiting])
+                shard.cancel(gone)
+                waiting.pop(gone, None)
+                continue
+            case "expire":
+                late = [old for old in waiting if old < token - 60]
+                assert sorted(whose for whose, _ in shard.expire(token - 60.5)) == late
+                for old in late:
+                    del waiting[old]
+                continue
+            case "set" | "multi_set" as op:
+                values: list[Any] = [wanted, [b""] * len(wanted)] if op == "multi_set" else [wanted[0], b""]
+                present.update(wanted if op == "multi_set" else wanted[:1])
+                replies = shard.call(token, op, values, token, token - 1.0)
+            case "delete_key" as op:
+                present.discard(wanted[0])
+                replies = shard.call(token, op, wanted[:1], token, token - 1.0)
+            case op:
+                waiting[token] = set(wanted[:1] if op == "get" else wanted)
+                replies = shard.call(token, op, wanted[:1] if op == "get" else [wanted], token, token - 1.0)
+        ready = [whose for whose, needs in waiting.items() if needs <= present]
+        assert sorted(whose for whose, _ in replies if whose != token or token in ready) == ready
+        for whose in ready:
+            del waiting[whose]
+    assert shard.num_waiting == len(waiting)
 
 
 @pytest.mark.parametrize(
