@@ -72,6 +72,7 @@ class Timeline:
         self.nodes: dict[int, str] = {}  # rank -> node
         self.spares: list[str] = []  # nodes of the newest view
         self.rehearsed: dict[int, int] = {}  # rank -> process that could take it at once
+        self.preloaded: set[str] = set()  # nodes whose torchrun's workers are forked from a process with torch imported
         self.steps: dict[int, int] = {}  # rank -> newest committed step
         self.finished: set[int] = set()
         self.failures: list[Failure] = []
@@ -147,6 +148,10 @@ class Timeline:
 
     def _on_rehearsed(self, event: Event) -> list[str]:
         self.rehearsed[int(event["rank"])] = int(event["pid"])
+        return []
+
+    def _on_preloaded(self, event: Event) -> list[str]:
+        self.preloaded.add(str(event["node"]))
         return []
 
     def _on_worker_started(self, event: Event) -> list[str]:

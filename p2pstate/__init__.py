@@ -128,6 +128,8 @@ Layout, from the top down (a file imports only what stands above it):
     restart.py              a function that is run again, without replication
     worker/entering.py      an assignment -> torch prepared
     worker/attaching.py     a worker that torchrun started
+    worker/script.py        a user's script in a forked process
+    worker/stand_in.py      p2pstate-python, in place of a worker that torchrun starts
     worker/main.py          from fork to exit
     agent/output.py         writing without making the agent wait
     agent/events.py         what happened, as JSON lines
@@ -162,6 +164,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/waiting.py        a node's patience
     agent/agent.py          rendezvous, vault and workers together
     agent/attached.py       the workers of a torchrun node
+    agent/preloaded.py      what they are forked from
     agent/companion.py      the vault of a torchrun node
     data/permutation.py     data/: p2pstate.data, which uses nothing of what stands above
     data/order.py

@@ -67,6 +67,7 @@ class NodeAgent:
         self.node = Node(config, self)
         self._completion = Completion(self.node, lambda round_: round_ == self._done_round, self._finished)
         self._server = LocalServer(self.node, self._on_local, self._on_local_closed)
+        self.address = self._server.address
         self._launcher: Channel | None = launcher
         self._server.adopt(launcher)
         self._pidfd = open_pidfd(launcher_pid)

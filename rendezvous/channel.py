@@ -23,7 +23,7 @@ from typing import Any
 
 import msgpack
 
-__all__ = ["MAX_FRAME_BYTES", "Channel", "ChannelClosed", "Message"]
+__all__ = ["MAX_FRAME_BYTES", "Channel", "ChannelClosed", "Message", "is_of_this_user"]
 
 Message = dict[str, Any]
 
@@ -32,7 +32,14 @@ MAX_QUEUED_BYTES = 16 << 20
 MAX_FDS = 16
 RECEIVE_BYTES = 1 << 16
 _HEAD = struct.Struct("<IB")
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _ANCILLARY_BYTES = socket.CMSG_SPACE(MAX_FDS * 4)
+
+
+def is_of_this_user(sock: socket.socket) -> bool:
+    """Whether a process of this user is at the other end of a Unix socket: abstract names are open to everybody."""
+    raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(raw)[1] == os.getuid())
 
 
 class ChannelClosed(Exception):

@@ -25,6 +25,7 @@ class Host(Protocol):
 
     node: Node
     config: Config
+    address: str  # where processes of this host reach it (LocalServer)
 
     def tell(self, channel: Channel, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Send to a process of this host that has spoken before."""

@@ -10,16 +10,14 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import struct
 import threading
 from collections.abc import Callable
 from typing import Any
 
-from rendezvous.channel import Channel, ChannelClosed, Message
+from rendezvous.channel import Channel, ChannelClosed, Message, is_of_this_user
 from rendezvous.node import Node
 
 _FLUSH_INTERVAL_S = 0.02
-_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class LocalServer:
@@ -78,8 +76,7 @@ class LocalServer:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            raw = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if _CREDENTIALS.unpack(raw)[1] != os.getuid():
+            if not is_of_this_user(sock):
                 sock.close()
                 continue
             self.adopt(Channel(sock, blocking=False))

@@ -18,6 +18,7 @@ import psutil
 
 from cluster import Cluster
 from p2pstate.agent.chaos import change_bytes
+from p2pstate.worker import stand_in
 from timeline import Failure, Timeline
 
 HERE = Path(__file__).resolve().parent
@@ -54,9 +55,10 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """``launcher``: p2prun, torchrun (with our backend), dcp (torchrun's c10d and DCP) or dcp-preloaded. ``victim``:
-    worker, rehearsed (a worker that a rehearsed process replaces), buddy (a worker whose own node's copy is damaged as
-    well), node, or silent (a node without a network)."""
+    """``launcher``: p2prun, torchrun (with our backend), torchrun-preloaded (whose workers are forked with torch
+    imported), dcp (torchrun's c10d and DCP) or dcp-preloaded. ``victim``: worker, rehearsed (a worker that a rehearsed
+    process replaces), buddy (a worker whose own node's copy is damaged as well), node, or silent (a node without a
+    network)."""
 
     name: str
     launcher: str
@@ -66,7 +68,11 @@ class Scenario:
     @property
     def runs_any_script(self) -> bool:
         """Whether a script of the user's can be run, or the one that saves with DCP is measured."""
-        return self.launcher in ("p2prun", "torchrun")
+        return self.launcher not in ("dcp", "dcp-preloaded")
+
+    @property
+    def has_our_backend(self) -> bool:
+        return self.launcher in ("torchrun", "torchrun-preloaded")
 
     @property
     def num_spares(self) -> int:
@@ -80,6 +86,7 @@ SCENARIOS = (
     Scenario("ours_node", "p2prun", "node", "a node; a spare node waits"),
     Scenario("ours_node_silent", "p2prun", "silent", "a node without a word: its network is cut first"),
     Scenario("torchrun_p2p", "torchrun", "worker", "a worker; torchrun with backend p2p, state from memory"),
+    Scenario("torchrun_p2p_preloaded", "torchrun-preloaded", "worker", "the same with PYTHON_EXEC=p2pstate-python"),
     Scenario("torchrun_dcp", "dcp", "worker", "a worker; torchrun with c10d and dcp.async_save every 10 steps"),
     Scenario("torchrun_dcp_preloaded", "dcp-preloaded", "worker", "the same, workers forked with torch imported"),
 )
@@ -104,22 +111,32 @@ class TorchrunCluster(Cluster):
         self._sizes = sizes
         self._endpoint = ""
         environ = {"OMP_NUM_THREADS": "1", "P2PSTATE_RUN_DIR": str(folder), "P2PSTATE_PRESET": "local"}
-        if scenario.launcher != "torchrun":
+        if scenario.launcher == "torchrun-preloaded":
+            environ["PYTHON_EXEC"] = str(stand_in_command(folder.parent))
+        if not scenario.has_our_backend:
             environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or a restart finds the addresses of the dead
         super().__init__(folder, script, num_training=NUM_NODES, num_spares=0, num_workers=1, environ=environ)
 
     def _command(self, name: str, address: str, contacts: Sequence[str]) -> list[str]:
-        launcher = self._scenario.launcher
-        endpoint = ",".join(contacts) if launcher == "torchrun" else contacts[0]
+        launcher, ours = self._scenario.launcher, self._scenario.has_our_backend
+        endpoint = ",".join(contacts) if ours else contacts[0]
         options = ["--nnodes", str(NUM_NODES), "--nproc-per-node", str(self._sizes.num_workers)]
         options += ["--max-restarts", "1000", "--monitor-interval", "0.1", "--rdzv-id", self.folder.name]
-        options += ["--rdzv-endpoint", endpoint, "--rdzv-backend", "p2p" if launcher == "torchrun" else "c10d"]
-        if launcher == "torchrun":
+        options += ["--rdzv-endpoint", endpoint, "--rdzv-backend", "p2p" if ours else "c10d"]
+        if ours:
             options += ["--rdzv-conf", f"name={name},bind={address},last_call_timeout=0.5"]
         program = (
             [str(HERE / "recovery_elastic.py")] if launcher == "dcp-preloaded" else ["-m", "torch.distributed.run"]
         )
         return [sys.executable, *program, *options]
+
+
+def stand_in_command(folder: Path) -> Path:
+    """The command p2pstate-python, as an installation of this interpreter's environment has it."""
+    command = folder / stand_in.NAME
+    command.write_text(f"#!{sys.executable}\nfrom p2pstate.worker.stand_in import main\nmain()\n")
+    command.chmod(0o755)
+    return command
 
 
 def start(scenario: Scenario, sizes: Sizes, folder: Path, seed: int) -> Cluster:
@@ -130,7 +147,7 @@ def start(scenario: Scenario, sizes: Sizes, folder: Path, seed: int) -> Cluster:
         script = [str(HERE / "recovery_dcp.py"), *common, "--events", str(folder / "run")]
         return TorchrunCluster(folder / "run", script, scenario, sizes)
     script = list(sizes.program) or [str(EXAMPLES / "train_gpt.py"), *common]
-    if scenario.launcher == "torchrun":
+    if scenario.has_our_backend:
         return TorchrunCluster(folder / "run", script, scenario, sizes)
     if scenario.victim == "rehearsed":
         script = ["--rehearse", str(sizes.num_workers), *script]
@@ -196,6 +213,8 @@ def is_ready(scenario: Scenario, timeline: Timeline) -> bool:
     """Whether what shall step in is there."""
     if scenario.victim == "rehearsed":
         return len(timeline.rehearsed) == timeline.num_ranks
+    if scenario.launcher == "torchrun-preloaded":
+        return len(timeline.preloaded) == NUM_NODES
     return not scenario.num_spares or bool(timeline.spares)
 
 

@@ -26,6 +26,7 @@ from p2pstate.agent.hang import DEFAULT_FLOOR_S
 from p2pstate.agent.held import Phase
 from p2pstate.agent.helpers import Interpreters
 from p2pstate.agent.output import Writer
+from p2pstate.agent.preloaded import Preloaded
 from p2pstate.agent.requests import Requests
 from p2pstate.agent.round_state import RoundState, tell_view
 from p2pstate.agent.rounds import assignment, decide_restart, round_info
@@ -104,6 +105,7 @@ class VaultKeeper:
             host.node, self._events, want_round=self._want_round, state_lost=self._declare_state_lost
         )
         self._interpreters = Interpreters(host.node)
+        self._preloaded = Preloaded(host.node, self._events, os.environ)
         self._saves = Saves(
             host.node, self._interpreters.helpers, self._workers.tell_ranks, self._vault, self._events, self._name
         )
@@ -200,6 +202,7 @@ class VaultKeeper:
 
     def close(self) -> None:
         self._interpreters.close()
+        self._preloaded.close()
         verdict = self._node.verdict
         if verdict is not None:
             self._events.emit("verdict", code=verdict.code, text=verdict.text, scope="run")
@@ -264,6 +267,7 @@ class VaultKeeper:
     def _begin(self, view: View, info: RoundInfo, place: int) -> None:
         """The first worker of this node has come to the round: only now is it known how many there are."""
         self._watchdog.begin(view.round, [member.key for member in view.places], place, info.world_size)
+        self._preloaded.start(self._host.address)
         self._weaknesses.on_round(info)
         self._saves.round_begins(info)
         self._info = info

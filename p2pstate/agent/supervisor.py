@@ -22,6 +22,7 @@ from p2pstate.agent.helpers import Helpers, flush_later
 from p2pstate.agent.output import Writer
 from p2pstate.agent.worker_output import WorkerOutput
 from p2pstate.trace import map_page, new_page
+from p2pstate.worker.stand_in import socket_name
 from rendezvous.channel import Channel, ChannelClosed, Message
 from rendezvous.node import Node
 
@@ -88,7 +89,7 @@ class Supervisor:
         server = os.environ.get("P2PSTATE_FORKSERVER")
         if server:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            sock.connect(server)
+            sock.connect(socket_name(server))
             self._template = Channel(sock, blocking=False)
         else:
             self._template, theirs = Channel.pair()

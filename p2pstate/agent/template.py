@@ -1,16 +1,17 @@
 """The process that a node's workers are forked from: torch imported once, a worker in milliseconds.
 
-In: ``spawn`` messages (``entry``: worker or writer) with the process's channel and output descriptors. Out: ``spawned``
-(pid) and ``exited`` (pid, wait status) messages. The template never starts a thread and never touches a device, so
-forking it is safe; workers and the agent's other children are never its business.
+In: ``spawn`` messages (``entry``: worker, writer, or script, which is what python runs with ``args``) with the
+process's channel (a script's standard input) and output descriptors. Out: ``spawned`` (pid) and ``exited`` (pid, wait
+status) messages. The template never starts a thread and never touches a device, so forking it is safe; workers and the
+agent's other children are never its business.
 
 Fate: the template ends when its agent does (parent-death signal, and end of file on its channel), and its workers end
 with the template (parent-death signal). Each worker leads a session of its own, which is killed as a whole when it
 dies: forked loader children would otherwise keep its sockets open.
 
 Run as ``python -m p2pstate.agent.template FD`` by an agent, or with ``--listen PATH`` as a server that forks one
-template for every agent that connects (set ``P2PSTATE_FORKSERVER=PATH``; it keeps many short runs on one machine
-cheap).
+template for every process of this user that connects: agents (set ``P2PSTATE_FORKSERVER=PATH``; it keeps many short
+runs on one machine cheap), and what stands in for a python (worker/stand_in.py).
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from rendezvous.channel import Channel, ChannelClosed
+from p2pstate.worker.stand_in import socket_name
+from rendezvous.channel import Channel, ChannelClosed, is_of_this_user
 
 __all__ = ["die_with_parent", "kill_session", "main", "preload"]
 
@@ -129,7 +131,8 @@ class Template:
             os.setsid()
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            is_script = message["entry"] == "script"
+            signal.signal(signal.SIGINT, signal.default_int_handler if is_script else signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             sock_fd, out_fd, err_fd = fds
             os.dup2(out_fd, 1)
@@ -142,12 +145,20 @@ class Template:
             os.environ.clear()
             os.environ.update(message["environ"])
             os.chdir(message["cwd"])
-            if message["entry"] == "writer":
-                from p2pstate.durable.writer import writer_main as main
-            else:
-                from p2pstate.worker.main import worker_main as main
+            if is_script:
+                from p2pstate.worker.script import python_main
 
-            code = main(socket.socket(fileno=sock_fd))
+                os.dup2(sock_fd, 0)
+                os.close(sock_fd)
+                code = python_main(message["args"])
+            elif message["entry"] == "writer":
+                from p2pstate.durable.writer import writer_main
+
+                code = writer_main(socket.socket(fileno=sock_fd))
+            else:
+                from p2pstate.worker.main import worker_main
+
+                code = worker_main(socket.socket(fileno=sock_fd))
         except BaseException:
             import traceback
 
@@ -182,7 +193,7 @@ def _listen(path: str, ready: Callable[[], None] = lambda: None) -> None:
     """Fork one template per connection until standard input closes."""
     preload()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(path)
+    listener.bind(socket_name(path))
     listener.listen(64)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     print("ready", flush=True)
@@ -193,6 +204,9 @@ def _listen(path: str, ready: Callable[[], None] = lambda: None) -> None:
             return
         if listener in readable:
             sock, _ = listener.accept()
+            if not is_of_this_user(sock):
+                sock.close()
+                continue
             parent = os.getpid()
             if os.fork() == 0:
                 die_with_parent(parent)

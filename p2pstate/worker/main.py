@@ -6,16 +6,9 @@ In: the socket to the agent. Out: the exit code, and one last message that says 
 
 from __future__ import annotations
 
-import atexit
 import os
-import runpy
 import socket
 import sys
-import threading
-import traceback
-from types import TracebackType
-
-import torch
 
 from p2pstate.errors import EXIT_CONFIG, ConfigError
 from p2pstate.groups.status import STATUS
@@ -23,6 +16,7 @@ from p2pstate.observe.meter import METER
 from p2pstate.worker.context import WorkerContext
 from p2pstate.worker.entering import prepare
 from p2pstate.worker.link import Link
+from p2pstate.worker.script import describe_exception, run_as_main, run_exit_handlers, use_threads
 from rendezvous.channel import Channel
 
 __all__ = ["worker_main"]
@@ -35,7 +29,7 @@ def worker_main(sock: socket.socket) -> int:
     assignment = link.wait_assignment()
     assert assignment is not None
     context = prepare(link, assignment)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    use_threads()
     code, text = _run_script(assignment["script"], assignment["args"], assignment["module"], context)
     if code == 0 and context.unfinished is not None:
         context.unfinished()
@@ -50,7 +44,7 @@ def worker_main(sock: socket.socket) -> int:
         code, text = 1, "the script ended in the middle of a step, with exit code 0"
     sys.stdout.flush()
     sys.stderr.flush()
-    _run_exit_handlers()
+    run_exit_handlers()
     link.send("event", kind="clock", clock=METER.report(all_of_it=True))
     if code == 0:
         link.send("finished")
@@ -61,34 +55,10 @@ def worker_main(sock: socket.socket) -> int:
     return code
 
 
-def _from_script(tb: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames that only start the script."""
-    own = (__file__, runpy.__file__, "<frozen runpy>")
-    inner = tb
-    while inner is not None and inner.tb_frame.f_code.co_filename in own:
-        inner = inner.tb_next
-    return inner or tb
-
-
-def _run_exit_handlers() -> None:
-    """What the interpreter does at its end: this process ends in os._exit, being a fork of the template."""
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
-    except Exception:
-        traceback.print_exc()
-
-
 def _run_script(script: str, args: list[str], is_module: bool, context: WorkerContext) -> tuple[int, str]:
     """Run it as ``__main__``. Returns (exit code, traceback or reason)."""
-    sys.argv = [script, *args]
     try:
-        if is_module:
-            sys.path.insert(0, os.getcwd())
-            runpy.run_module(script, run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-            runpy.run_path(script, run_name="__main__")
+        run_as_main(script, args, is_module)
     except SystemExit as error:
         if error.code is None or error.code == 0:
             return 0, ""
@@ -99,7 +69,7 @@ def _run_script(script: str, args: list[str], is_module: bool, context: WorkerCo
         return 1, str(error.code)
     except BaseException as error:
         context.failing = True
-        text = "".join(traceback.format_exception(type(error), error, _from_script(error.__traceback__)))
+        text = describe_exception(error)
         print(text, file=sys.stderr)
         return EXIT_CONFIG if isinstance(error, ConfigError) else 1, text
     return 0, ""

@@ -6,10 +6,12 @@ import json
 import os
 import re
 import signal
+import sys
 import urllib.request
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from torchrun_cluster import ROOT, torchruns
 
@@ -21,6 +23,7 @@ from p2pstate.durable.storage import Directory
 from p2pstate.observe.history import make_history
 from p2pstate.observe.reading import read_run
 from p2pstate.operating import addresses_of
+from p2pstate.worker import stand_in
 from rendezvous.config import Config
 from rendezvous.operator import Line
 from rendezvous.zmq_transport import ZmqTransport
@@ -147,3 +150,27 @@ def test_run_that_can_not_go_on_leaves_its_newest_version_on_disk(tmp_path: Path
     newest = list_checkpoints(storage)[0]
     assert newest.problem == ""
     assert newest.step == drained_step(logs) >= 2, logs  # the version of step 3 may have been under way
+
+
+@pytest.mark.slow
+def test_workers_are_forked_from_a_preloaded_process_where_torchrun_is_told_to(tmp_path: Path) -> None:
+    python = tmp_path / stand_in.NAME
+    python.write_text(f"#!{sys.executable}\nfrom p2pstate.worker.stand_in import main\nmain()\n")
+    python.chmod(0o755)
+    command = script(tmp_path / "out", "--pace", "0.1", "--steps", "100000")
+    with torchruns(tmp_path, "1", "--nproc-per-node", "2", *OPTIONS[2:], script=command) as running:
+        running.start("a", P2PSTATE_RUN_DIR=str(tmp_path), PYTHON_EXEC=str(python))
+        heard = Heard(tmp_path)
+
+        running.wait(lambda: heard("step", rank=1, step=3) and heard("preloaded"), "step 3, and a process to fork from")
+        os.kill(heard("worker_started", rank=1)[-1]["pid"], signal.SIGKILL)
+        running.wait(lambda: len(heard("recovery")) == 2, "recovery")
+        pids = [event["pid"] for event in heard("worker_started")[2:]]
+        parents = [psutil.Process(pid).parent() for pid in pids]
+        assert all(parent is not None and "--listen" in parent.cmdline() for parent in parents)
+        os.kill(pids[0], signal.SIGKILL)
+        running.wait(lambda: len(heard("recovery")) == 4, "another recovery")
+        assert "exitcode: -9" in running.log("a")
+        running.nodes["a"].send_signal(signal.SIGTERM)
+        assert running.codes("a") == [1]
+        running.wait(lambda: not any(psutil.pid_exists(pid) for pid in pids), "the end of the workers")

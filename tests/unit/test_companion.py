@@ -62,6 +62,7 @@ class Host:
             num_nodes_min=low,
             num_nodes_max=high,
         )
+        self.address = "agent"
         self.told: list[tuple[Any, dict[str, Any]]] = []
 
     def tell(self, channel: Any, message: dict[str, Any], fds: tuple[int, ...] = ()) -> None:
