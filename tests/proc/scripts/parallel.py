@@ -62,6 +62,11 @@ def ddp(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
     return DistributedDataParallel(body), rank
 
 
+def ddp_compiled(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
+    model: nn.Module = torch.compile(DistributedDataParallel(body), backend="eager")  # type: ignore[assignment]
+    return model, rank
+
+
 def ddp_subgroup(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
     """Two independent replicas, each over both nodes: ranks 0 and 2, 1 and 3."""
     groups = [dist.new_group([0, 2]), dist.new_group([1, 3])]
@@ -129,11 +134,12 @@ def plain(body: nn.Sequential, rank: int) -> tuple[nn.Module, int]:
 FORMS: dict[str, Callable[[nn.Sequential, int], tuple[nn.Module, int]]] = {
     form.__name__: form
     for form in (
-        *(ddp, ddp_subgroup, fsdp_uneven, fsdp_offload, hsdp, hsdp_apart),
+        *(ddp, ddp_compiled, ddp_subgroup, fsdp_uneven, fsdp_offload, hsdp, hsdp_apart),
         *(tp, fsdp_tp, fsdp1, fsdp1_flat, plain),
     )
 }
-SHARED = ("ddp", "ddp_subgroup", "hsdp")  # every byte of the big layers and their optimizer is on the other node anyway
+# Every byte of the big layers and their optimizer is on the other node anyway
+SHARED = ("ddp", "ddp_compiled", "ddp_subgroup", "hsdp")
 
 
 def width_of(form: str) -> int:
