@@ -5,8 +5,8 @@ p2pstate (editable), its dependencies and its development tools, and in it a fil
 that already has a suitable torch lends it (a line in a .pth file); otherwise torch is installed, pinned. Every refusal
 is one sentence and exit code 1. The syntax here stays old, so that an old Python gets its sentence too.
 
-`PYTHON tools/venv.py .venv trainers` adds the trainers of other projects to one that is ready, with the versions of
-constraints-trainers.txt, and writes a file `trainers`.
+`PYTHON tools/venv.py .venv trainers` adds the trainers and trackers of other projects to one that is ready, with the
+versions of constraints-trainers.txt, and writes a file `trainers`.
 """
 
 import importlib.util
@@ -81,7 +81,7 @@ def add_trainers(target):
         constraints = os.path.join(ROOT, "constraints.txt")
     pip = [os.path.join(target, "bin", "python"), "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     more = os.path.join(ROOT, "constraints-trainers.txt")
-    run(*pip, "-c", constraints, "-c", more, "-e", ".[huggingface,lightning]")
+    run(*pip, "-c", constraints, "-c", more, "-e", ".[huggingface,lightning,mlflow,tensorboard]")
     # torchtitan alone needs a hundred megabytes for its models; its loop needs these
     run(*pip, "--no-deps", "-c", more, "torchtitan", "torchdata", "tyro", "docstring_parser", "typeguard", "spmd_types")
     open(os.path.join(target, "trainers"), "w").close()

@@ -117,13 +117,13 @@ def _judge(spec: Spec, record: Record, pods: Sequence[Pod], seen: Observed) -> R
         return record
     attempt = replace(attempt, founded=attempt.founded or any(pod.joined for pod in pods))
     if _members(pods, seen.now_s) or (not attempt.founded and (_outside(pods) or not ended)):
-        phase, message = _told(seen, attempt.founded)
+        phase, message = _told(seen, pods, attempt.founded)
         return replace(record, attempt=replace(attempt, over_s=None), phase=phase, message=message)
     attempt = replace(attempt, over_s=seen.now_s if attempt.over_s is None else attempt.over_s)
     record = replace(record, attempt=attempt)
     if _outside(pods) and seen.now_s - (attempt.over_s or 0.0) < JOIN_GRACE_S:
         return record
-    if any(pod.exit_code == EXIT_STOPPED and not pod.disrupted for pod in ended):
+    if any(pod.exit_code == EXIT_STOPPED and not (pod.disrupted or pod.leaving) for pod in ended):
         return replace(record, phase=Phase.STOPPED, message="the run was stopped")
     last = f"; the last with exit code {ended[-1].exit_code}: {ended[-1].message}"[:1000] if ended else ""
     if record.num_restarts >= spec.max_restarts:
@@ -132,11 +132,12 @@ def _judge(spec: Spec, record: Record, pods: Sequence[Pod], seen: Observed) -> R
     return replace(record, phase=Phase.RESTARTING, message="all nodes have ended" + last)
 
 
-def _told(seen: Observed, founded: bool) -> tuple[Phase, str]:
+def _told(seen: Observed, pods: Sequence[Pod], founded: bool) -> tuple[Phase, str]:
     """Phase and message of a run whose nodes are there."""
     waiting = "; ".join(seen.page["waiting"]) if seen.page is not None else ""
     if not founded:
-        return Phase.PENDING, waiting or "its first nodes are being started"
+        held_up = "; ".join(f"pod {pod.name}: {pod.held_up}" for pod in pods if pod.held_up)
+        return Phase.PENDING, waiting or held_up[:1000] or "its first nodes are being started"
     return (Phase.WAITING, waiting) if waiting else (Phase.RUNNING, "")
 
 

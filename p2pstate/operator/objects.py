@@ -5,7 +5,8 @@ are gone), pods. All belong to the Run, so deleting it deletes them.
 
 Invariants: a pod like those of examples/kubernetes/job: no privileges, one per host, zones as even as they can be; a
 test validates both against the official models. What the user gives in ``pod`` and ``container`` is laid over it:
-tables are merged, lists of named things are extended (a thing of the same name is merged), anything else is replaced.
+tables are merged, lists of named things are extended (what stands for one of ours is merged with it), anything else is
+replaced. Two things that the user gives stay two.
 """
 
 from __future__ import annotations
@@ -42,7 +43,13 @@ KEY_FOLDER, GONE_FOLDER, HEALTH_FILE = "/run/secrets/p2pstate", "/run/p2pstate/g
 GRACE_S = 120
 UNREACHABLE_S = 30
 USER_ID = 1000  # of the Dockerfile
-NAMES = ("name", "mountPath", "topologyKey", "key")  # what tells the entries of a list apart
+# What every entry of a list has -> what tells its entries apart: a volume may be mounted twice, a key tolerated twice.
+IDENTITIES = {
+    "mountPath": ("mountPath",),
+    "name": ("name",),
+    "topologyKey": ("topologyKey",),
+    "key": ("key", "effect"),
+}
 
 
 def gone_name(spec: Spec) -> str:
@@ -98,13 +105,17 @@ def lay_over(below: Any, above: Any) -> Any:
         both = {key: lay_over(below[key], value) if key in below else value for key, value in above.items()}
         return {**below, **both}
     if isinstance(below, list) and isinstance(above, list):
-        key = next((key for key in NAMES if all(isinstance(e, Mapping) and key in e for e in [*below, *above])), None)
-        if key is not None:
-            merged = {entry[key]: entry for entry in below}
-            for entry in above:
-                merged[entry[key]] = lay_over(merged.get(entry[key], {}), entry)
-            return list(merged.values())
+        entries = [*below, *above]
+        kind = next((key for key in IDENTITIES if all(isinstance(e, Mapping) and key in e for e in entries)), None)
+        if kind is not None:
+            ours = {_identity(entry, kind): entry for entry in below}
+            theirs = [lay_over(ours.pop(_identity(entry, kind), {}), entry) for entry in above]
+            return [*ours.values(), *theirs]
     return above
+
+
+def _identity(entry: Mapping[str, Any], kind: str) -> tuple[Any, ...]:
+    return tuple(entry.get(key) for key in IDENTITIES[kind])
 
 
 def _metadata(spec: Spec, name: str) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def read_pod(pod: Mapping[str, Any]) -> Pod:
     if terminated is not None or status.get("phase") in ("Succeeded", "Failed"):
         ended_s = _seconds((terminated or {}).get("finishedAt")) or _newest_change(status)
         ended_s = _seconds(metadata["creationTimestamp"]) if ended_s is None else ended_s
-    conditions = {each["type"]: each["status"] for each in status.get("conditions", ())}
+    conditions = {each["type"]: each for each in status.get("conditions", ())}
     return Pod(
         name=metadata["name"],
         uid=metadata["uid"],
@@ -123,9 +123,19 @@ def read_pod(pod: Mapping[str, Any]) -> Pod:
         ended_s=ended_s,
         exit_code=(terminated or {}).get("exitCode"),
         reason=(terminated or {}).get("reason") or status.get("reason", ""),
-        disrupted=conditions.get("DisruptionTarget") == "True",
+        disrupted=conditions.get("DisruptionTarget", {}).get("status") == "True",
         message=((terminated or {}).get("message") or status.get("message") or "").strip()[-500:],
+        held_up="" if ended_s is not None else _held_up(container, conditions.get("PodScheduled", {})),
     )
+
+
+def _held_up(container: Mapping[str, Any], scheduled: Mapping[str, Any]) -> str:
+    if scheduled.get("status") == "False":
+        return f"cannot be placed on a host: {scheduled.get('message', scheduled.get('reason', ''))}"[:500]
+    waiting = container.get("state", {}).get("waiting", {})
+    if waiting.get("reason", "ContainerCreating") == "ContainerCreating":
+        return ""
+    return f"{waiting['reason']}: {waiting.get('message', '')}".rstrip(": ")[:500]
 
 
 def read_host(node: Mapping[str, Any]) -> Host:

@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from p2pstate.operator.cluster import ApiError, Cluster, Conflict
+from p2pstate.operator.cluster import CONFLICT, ApiError, Cluster, Conflict
 from p2pstate.operator.decide import decide
 from p2pstate.operator.objects import (
     GROUP,
@@ -92,10 +92,14 @@ def _pass(cluster: Cluster, namespace: str, name: str, now_s: float, fetch: Fetc
     status = status_of(spec, decision.record, seen, before)
     if changed := merge_patch(before, status):
         version = {"resourceVersion": run["metadata"]["resourceVersion"]}
-        cluster.patch(f"{runs_path(namespace, name)}/status", {"metadata": version, "status": changed})
+        if not cluster.patch(f"{runs_path(namespace, name)}/status", {"metadata": version, "status": changed}):
+            return False  # deleted meanwhile
     errors = []
     if decision.record.attempt is not None and not decision.record.phase.final:
-        _ensure_service(cluster, spec)
+        try:
+            _ensure_service(cluster, spec)
+        except ApiError as error:
+            errors.append(error)
     if (decision.record.phase, decision.record.message) != (record.phase, record.message):
         LOG.info("Run %s/%s: %s %s", namespace, name, decision.record.phase, decision.record.message)
     for action in decision.actions:
@@ -114,6 +118,7 @@ def _look(cluster: Cluster, spec: Spec, record: Record, now_s: float, fetch: Fet
     core = f"/api/v1/namespaces/{spec.namespace}"
     pods = [read_pod(pod) for pod in cluster.list(f"{core}/pods", f"{RUN_LABEL}={spec.name}") if _owned(pod, spec)]
     told = cluster.get(f"{core}/configmaps/{gone_name(spec)}")
+    told = told if told is not None and _owned(told, spec) else None
     named = {failure.host for failure in record.failures} | {each.host for each in record.quarantined}
     nodes = [cluster.get(f"/api/v1/nodes/{host}") for host in sorted(named - {""})]
     attempt = record.attempt.number if record.attempt is not None else 0
@@ -128,14 +133,26 @@ def _look(cluster: Cluster, spec: Spec, record: Record, now_s: float, fetch: Fet
     )
 
 
-def _owned(pod: Mapping[str, Any], spec: Spec) -> bool:
-    """Not of a Run that had the same name before."""
-    return any(owner["uid"] == spec.uid for owner in pod["metadata"].get("ownerReferences", ()))
+def _owned(found: Mapping[str, Any], spec: Spec) -> bool:
+    """Not of a Run that had the same name before, and not somebody else's."""
+    return any(owner["uid"] == spec.uid for owner in found["metadata"].get("ownerReferences", ()))
+
+
+def _is_there(cluster: Cluster, spec: Spec, path: str) -> bool:
+    """Whether there is this object of the Run. Raises ApiError if there is one that is not the Run's."""
+    found = cluster.get(path)
+    if found is not None and not _owned(found, spec):
+        raise ApiError(
+            CONFLICT,
+            f"{path} does not belong to this Run, which needs one of that name: give the Run another name, or delete "
+            "it (one of a deleted Run of the same name goes by itself)",
+        )
+    return found is not None
 
 
 def _ensure_service(cluster: Cluster, spec: Spec) -> None:
     path = f"/api/v1/namespaces/{spec.namespace}/services"
-    if cluster.get(f"{path}/{spec.name}") is None:
+    if not _is_there(cluster, spec, f"{path}/{spec.name}"):
         cluster.create(path, service(spec))
 
 
@@ -162,7 +179,10 @@ def _write_gone(cluster: Cluster, spec: Spec, seen: Observed, entries: Mapping[s
     core = f"/api/v1/namespaces/{spec.namespace}"
     manifest = gone_map(spec, entries)
     dropped = {name: None for name in seen.gone if name not in entries}
-    if not cluster.patch(f"{core}/configmaps/{gone_name(spec)}", {"data": {**dropped, **manifest["data"]}}):
+    path = f"{core}/configmaps/{gone_name(spec)}"
+    if _is_there(cluster, spec, path):
+        cluster.patch(path, {"data": {**dropped, **manifest["data"]}})
+    else:
         cluster.create(f"{core}/configmaps", manifest)
     # A changed annotation makes the host bring the pod's files up to date now, not in a minute.
     note = {"metadata": {"annotations": {f"{GROUP}/gone": str(max(entries.values(), default=0))}}}

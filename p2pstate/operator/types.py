@@ -162,6 +162,7 @@ class Pod:
     reason: str = ""  # OOMKilled, Evicted, ...
     disrupted: bool = False  # evicted, preempted or drained: nobody's fault
     message: str = ""  # its last words
+    held_up: str = ""  # why it does not start, as far as its host or the scheduler says
 
     @property
     def ended(self) -> bool:

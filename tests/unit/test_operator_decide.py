@@ -93,6 +93,20 @@ def test_all_stopped_ends_the_run_but_a_drained_cluster_starts_it_again() -> Non
     assert drained.record.phase is Phase.RESTARTING
 
 
+def test_pods_that_somebody_deletes_have_not_stopped_the_run() -> None:
+    """A pod that is being deleted ends with the exit code of `p2prun stop`, and is there for a moment more."""
+    deleted = {"leave_by_s": NOW_S + 60}
+    decision = deciding(ended(0, 143, **deleted), ended(1, 143, **deleted), ended(2, 143, **deleted))
+    assert decision.record.phase is Phase.RESTARTING
+
+
+def test_run_whose_pods_do_not_start_says_why() -> None:
+    record = Record(Phase.PENDING, attempt=Attempt(1, 3, next_pod=3))
+    pods = [pod(0, joined=False), pod(1, joined=False, held_up="ErrImagePull: no such image")]
+    decision = deciding(*pods, pod(2, joined=False), record=record)
+    assert decision.record.message == "pod train-1-1: ErrImagePull: no such image"
+
+
 def test_all_ended_starts_another_attempt_after_a_while() -> None:
     over = deciding(ended(0, 75), ended(1, 75, message="no spare came"))
     assert over.record.phase is Phase.RESTARTING

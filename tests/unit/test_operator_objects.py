@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,24 @@ def test_what_the_user_gives_is_laid_over_the_pod() -> None:
     assert (pod["spec"]["securityContext"]["runAsUser"], pod["spec"]["securityContext"]["runAsNonRoot"]) == (7, True)
 
 
+def test_two_things_that_the_user_gives_stay_two() -> None:
+    """A volume mounted twice, a taint tolerated in two ways; what stands for one of ours replaces it."""
+    mounts = [{"name": "data", "mountPath": f"/data/{part}", "subPath": part} for part in "ab"]
+    tolerations = [{"key": "gpu", "operator": "Exists", "effect": effect} for effect in ("NoSchedule", "NoExecute")]
+    patient = {"key": "node.kubernetes.io/unreachable", "effect": "NoExecute", "tolerationSeconds": 5}
+    given = replace(
+        SPEC,
+        pod={"volumes": [{"name": "data", "emptyDir": {}}], "tolerations": [*tolerations, patient]},
+        container={"image": "mine", "volumeMounts": mounts},
+    )
+    pod = objects.pod_manifest(given, ATTEMPT, 0)
+    check(pod)
+    assert [each for each in pod["spec"]["containers"][0]["volumeMounts"] if each["name"] == "data"] == mounts
+    assert [each for each in pod["spec"]["tolerations"] if each["key"] == "gpu"] == tolerations
+    waits = {each["key"]: each.get("tolerationSeconds") for each in pod["spec"]["tolerations"]}
+    assert (waits["node.kubernetes.io/unreachable"], waits["node.kubernetes.io/not-ready"]) == (5, 30)
+
+
 def test_status_is_read_back_as_it_was_written() -> None:
     record = Record(
         phase=Phase.WAITING,
@@ -203,6 +222,29 @@ POD = {"metadata": {"name": "t-1-0", "uid": "u", "creationTimestamp": "2026-01-0
 def test_pod_is_read_from_what_its_container_did(status: dict[str, Any], ended: bool, exit_code: int | None) -> None:
     pod = read_pod({**POD, "status": status})
     assert (pod.ended, pod.exit_code) == (ended, exit_code)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [
+        ({"containerStatuses": [{"name": "node", "state": {"waiting": {"reason": "ContainerCreating"}}}]}, ""),
+        (
+            {
+                "containerStatuses": [
+                    {"name": "node", "state": {"waiting": {"reason": "ErrImagePull", "message": "no such image"}}}
+                ]
+            },
+            "ErrImagePull: no such image",
+        ),
+        (
+            {"conditions": [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes are available"}]},
+            "cannot be placed on a host: 0/3 nodes are available",
+        ),
+        ({"phase": "Failed", "conditions": [{"type": "PodScheduled", "status": "False"}]}, ""),
+    ],
+)
+def test_pod_that_does_not_start_says_why(status: dict[str, Any], words: str) -> None:
+    assert read_pod({**POD, "status": status}).held_up == words
 
 
 def test_spec_takes_the_schemas_defaults_where_they_are_left_out() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +42,7 @@ class World:
         self.num_changes = 0  # by the operator
         self.crash_at = 0
         self.crash_applied = False
+        self.refuse: Callable[[], int | None] = lambda: None  # the status of the next answer, if it is a refusal
         run = read("run.yaml")
         self.cluster.create(runs_path("default"), {**run, "spec": {**run["spec"], **spec}})
         for number in range(6):
@@ -47,6 +50,8 @@ class World:
 
     def _send(self, method: str, *rest: Any) -> tuple[int, dict[str, Any]]:
         """The operator's requests: the ``crash_at``-th change of all is its last, whether it is applied or not."""
+        if (refused := self.refuse()) is not None:
+            return refused, {"reason": "Tried", "message": "refused once"}
         self.num_changes += method != "GET"
         crashes = method != "GET" and self.num_changes == self.crash_at
         if crashes and not self.crash_applied:
@@ -72,7 +77,7 @@ class World:
             before = len(self.server.log)
             try:
                 self.look()
-            except Crash:
+            except (Crash, ApiError):
                 continue
             if len(self.server.log) == before:
                 if self.server.now_s >= until_s:
@@ -162,6 +167,81 @@ def test_crash_at_any_change_is_followed_by_the_same_life(applied: bool) -> None
         # After a crash numbers of pods may be left out, but never more pods are made than are asked for.
         assert [each for each in seen if "," not in each] == [each for each in EXPECTED if "," not in each], number
         assert len(world.create("/pods")) == len(undisturbed.create("/pods")), (number, world.server.log)
+
+
+@pytest.mark.parametrize("code", [409, 429, 500])
+def test_request_that_is_refused_once_is_followed_by_the_same_life(code: int) -> None:
+    """Requests all over its life, reading ones too."""
+    counter = itertools.count(1)
+    undisturbed = World()
+    undisturbed.refuse = lambda: bool(next(counter)) and None
+    assert story(undisturbed) == EXPECTED
+    for number in range(1, next(counter), 7):
+        world, requests = World(), itertools.count(1)
+        world.refuse = lambda number=number, requests=requests: code if next(requests) == number else None
+        assert [each for each in story(world) if "," not in each] == [each for each in EXPECTED if "," not in each]
+        assert len(world.create("/pods")) == len(undisturbed.create("/pods")), (number, world.server.log)
+
+
+def test_run_that_is_deleted_while_its_pods_are_made_leaves_none() -> None:
+    world = World()
+
+    def send(method: str, path: str, *rest: Any) -> tuple[int, dict[str, Any]]:
+        if method == "PATCH" and path.endswith("/status"):
+            world.server.remove(("runs", "default", "train"))
+        return world.server.request(method, path, *rest)
+
+    reconcile(Cluster(send), "default", "train", world.server.now_s, lambda addresses: None)
+    assert {kind for kind, *_ in world.server.objects} == {"nodes"}
+
+
+def test_runs_of_the_same_name_in_two_namespaces_are_two_runs() -> None:
+    world = World()
+    run = read("run.yaml")
+    world.cluster.create(runs_path("other"), {**run, "spec": {**run["spec"], "nodes": 1, "spares": 0}})
+    for _ in range(3):
+        world.look()
+        reconcile(world.cluster, "other", "train", world.server.now_s, lambda addresses: None)
+    found = sorted((namespace, name) for kind, namespace, name in world.server.objects if kind == "pods")
+    assert found == [("default", f"train-1-{number}") for number in range(3)] + [("other", "train-1-0")]
+    ids = set()
+    for (kind, *_), each in world.server.objects.items():
+        if kind == "pods":
+            words = each["spec"]["containers"][0]["args"][2].split()
+            ids.add(words[words.index("--run-id") + 1])
+    assert len(ids) == 2
+
+
+def test_changed_container_is_that_of_the_pods_made_from_then_on() -> None:
+    world = World()
+    world.settle()
+    world.start_all()
+    world.settle()
+    world.cluster.patch(RUN_PATH, {"spec": {"container": {"image": "newer"}}})
+    world.server.now_s += 300
+    world.server.end_pod("train-1-0", 76)
+    world.settle()
+    images = {name: world.server.pods()[name]["spec"]["containers"][0]["image"] for name in world.live()}
+    assert images.pop("train-1-3") == "newer"
+    assert set(images.values()) == {"registry.example.com/p2pstate:0.1.0"}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("services", "train"), ("configmaps", "train-gone")])
+def test_object_of_somebody_else_is_left_alone_and_named(kind: str, name: str) -> None:
+    world = World()
+    theirs = {"metadata": {"name": name}, "data": {"theirs": "1"}}
+    world.server.put(kind, "default", theirs)
+    for _ in range(2):
+        with contextlib.suppress(ApiError):
+            world.look()
+    for each in world.live():
+        world.server.run_pod(each, "host0")
+    world.server.now_s += 300
+    world.server.end_pod(world.live()[0], 76)
+    with pytest.raises(ApiError, match=f"{kind}/{name} does not belong to this Run.*another name"):
+        world.look()
+    assert world.server.objects[kind, "default", name]["data"] == {"theirs": "1"}
+    assert len(world.live()) == 3
 
 
 def test_nothing_is_written_while_nothing_changes() -> None:
