@@ -38,6 +38,7 @@ completion.py      when a run has finished
 local.py           the line between a node's agent and its other processes
 standing.py        what a node can tell of its run
 store.py           torch's Store on top
+node_store.py      the same beside a node in one process
 processes.py       processes that are not our children
 autoload.py        env:// without a TCPStore, in torchrun's workers
 companion.py       what other distributions add to a torchrun node's agent

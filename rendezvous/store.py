@@ -10,8 +10,6 @@ every Python half made here stays in a list (one for each epoch and clone, a few
 
 from __future__ import annotations
 
-import queue
-import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -19,11 +17,9 @@ from typing import Any, Protocol
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError, QueueEmptyError
 
-from rendezvous.node import Node
 from rendezvous.store_line import StoreLines
 from rendezvous.types import StoreReply
 
-_CHECK_INTERVAL_S = 0.05
 _kept: list[EpochStore] = []
 
 
@@ -153,31 +149,6 @@ def raise_or_return(reply: StoreReply) -> Any:
     if reply.timed_out:
         raise StoreTimeout(reply.error)
     raise StoreError(reply.error)
-
-
-class NodeChannel:
-    """A channel for threads of the process that runs the node itself. `close` frees everybody who waits."""
-
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._closed = False
-
-    def request(self, epoch: int, op: str, args: list[Any], deadline_s: float) -> Any:
-        answers: queue.SimpleQueue[StoreReply] = queue.SimpleQueue()
-        self._node.call_soon_threadsafe(
-            lambda: self._node.store_request(epoch, op, args, deadline_s, answers.put),
-        )
-        until_s = time.monotonic() + deadline_s + 1.0  # the node itself answers at the deadline
-        while not self._closed:
-            try:
-                return raise_or_return(answers.get(timeout=_CHECK_INTERVAL_S))
-            except queue.Empty:
-                if time.monotonic() >= until_s:
-                    raise StoreTimeout(f"store {op}: the node did not answer in {deadline_s:g} s") from None
-        raise StoreEnded("this process gave up the store")
-
-    def close(self) -> None:
-        self._closed = True
 
 
 class AgentChannel:

@@ -26,7 +26,8 @@ class NoTCPStore:
 dist.TCPStore = c10d.TCPStore = NoTCPStore
 from rendezvous.config import Config
 from rendezvous.node import Node
-from rendezvous.store import EpochStore, NodeChannel, StoreEnded, StoreTimeout
+from rendezvous.node_store import NodeChannel
+from rendezvous.store import EpochStore, StoreEnded, StoreTimeout
 
 rank, contacts = int(sys.argv[1]), tuple(sys.argv[2].split(","))
 entered, ended = threading.Event(), threading.Event()

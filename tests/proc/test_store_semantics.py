@@ -20,7 +20,8 @@ from torch.distributed.elastic.utils import store as elastic_store
 from ports import free_ports
 from rendezvous.config import Config
 from rendezvous.node import Node
-from rendezvous.store import EpochStore, NodeChannel, StoreEnded
+from rendezvous.node_store import NodeChannel
+from rendezvous.store import EpochStore, StoreEnded
 from rendezvous.types import Member, MemberKey, PassiveApplication, View
 
 LONG = timedelta(seconds=30)
