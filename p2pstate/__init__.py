@@ -45,6 +45,7 @@ Layout, from the top down (a file imports only what stands above it):
     state/sameness.py
     state/chunks.py
     state/layout.py
+    state/hashed_copy.py
     state/rng.py
     state/naming.py
     state/buffers.py

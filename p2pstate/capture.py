@@ -1,7 +1,8 @@
 """From the live training state to the slots of the own node: one version, two kinds of parts.
 
 In: what ``TrainingState.collect`` found, the version, and the version whose slots must not be touched. Out: filled
-slots, not yet *complete*: the shipper hashes them and publishes their headers.
+slots, not yet *complete*: the shipper publishes their headers. Where one thread copies, it hashes in the same pass;
+where several do (or a card), the shipper hashes in the background.
 
 Invariants: called on the training thread, between two steps; a slot that holds the version to keep is never written;
 what several ranks hold alike is written once per node, divided over those of them that are there; what no other
@@ -20,6 +21,7 @@ from typing import Any
 
 import msgpack
 import torch
+import xxhash
 
 from p2pstate.cards.gather import Gatherer
 from p2pstate.groups.transport import Body
@@ -29,6 +31,7 @@ from p2pstate.slots import Header, Slot, capacity_for
 from p2pstate.state import Collected, Layout, Leaf
 from p2pstate.state.chunks import chunks_of
 from p2pstate.state.codec import unsqueezed
+from p2pstate.state.hashed_copy import HashedCopy
 from p2pstate.types import Part, Version
 from p2pstate.versions import next_slot
 from p2pstate.worker.link import Link
@@ -40,7 +43,8 @@ _FOOTER = struct.Struct("<Q")
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """One part of one version in a slot: all bytes in place, digest not yet known. Without a slot it is ``live``."""
+    """One part of one version in a slot: all bytes in place. Without a slot it is ``live``. ``digest``: where it is
+    known already."""
 
     part: Part
     slot: Slot | None
@@ -49,6 +53,7 @@ class Image:
     tail_bytes: int
     num_shared_sets: int
     live: LiveBody | None = None
+    digest: bytes | None = None
 
     @property
     def body(self) -> Body:
@@ -247,14 +252,21 @@ class Capturer:
         slot = pair.target(needed, keep)
         slot.begin()
         body = slot.body()
+        hasher = xxhash.xxh3_128() if self._gatherer is None and torch.get_num_threads() == 1 else None
         if data_bytes:
             region = torch.frombuffer(body, dtype=torch.uint8, count=data_bytes)
-            if self._gatherer is None:
+            if hasher is not None:
+                known.hashed_copy().write(region, hasher)
+            elif self._gatherer is None:
                 known.layout.write_fitting(known.sources, region)
             else:
                 self._gatherer.write(known.layout, leaves, region, slot)
         body[data_bytes:needed] = tail
-        return Image(part, slot, version, data_bytes, len(tail), num_shared_sets)
+        digest = None
+        if hasher is not None:
+            hasher.update(tail)
+            digest = hasher.digest()
+        return Image(part, slot, version, data_bytes, len(tail), num_shared_sets, digest=digest)
 
     def _image(self, part: Part, leaves: list[Leaf], collected: Collected) -> tuple[_KnownLayout, bytes]:
         """Where the data goes, and the tail."""
@@ -308,7 +320,7 @@ class _Plan:
     shared: list[tuple[Part, list[Leaf]]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _KnownLayout:
     """``leaves`` and their tensors, ``sources``, fit the layout. ``tail_begin``: all of a tail before the values."""
 
@@ -317,6 +329,12 @@ class _KnownLayout:
     layout: Layout
     divisions: list[Any]
     tail_begin: bytes
+    _hashed_copy: HashedCopy | None = None
+
+    def hashed_copy(self) -> HashedCopy:
+        if self._hashed_copy is None:
+            self._hashed_copy = HashedCopy(self.layout, self.sources)
+        return self._hashed_copy
 
     def divided_like(self, leaves: Sequence[Leaf]) -> bool:
         now = _divisions(leaves)

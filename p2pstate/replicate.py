@@ -168,10 +168,12 @@ class Shipper:
         shared: dict[Part, bytes] = {}
         for image in job.images:
             if image is not own:
-                shared[image.part] = digest_of(whole(image.body))
+                shared[image.part] = image.digest or digest_of(whole(image.body))
                 self._publish_own(image, shared[image.part])
-        payload = Payload(own.body, on_digest=lambda digest: self._publish_own(own, digest))
-        if not self._buddies:
+        payload = Payload(own.body, own.digest, on_digest=lambda digest: self._publish_own(own, digest))
+        if own.digest is not None:
+            self._publish_own(own, own.digest)
+        elif not self._buddies:
             payload.hashed(digest_of(whole(own.body)))
         head = _head(own, shared)
         arrivals = [_Arrival(self, ward, own.version, job.keep, shared) for ward in self._ward_slots]

@@ -1,8 +1,9 @@
 """The votes that every rank casts in a step: before each change of the state, and at the step's end.
 
 In: this rank's ballot. Out: the smallest value of each field over all ranks, or ``None`` when the outcome cannot be
-known here (a peer or the connection died). One all-reduce of a few integers decides whether the step commits, which
-version is protected everywhere and whether the next capture happens: all ranks act on the same numbers.
+known here (a peer or the connection died). A few integers, which each rank sends to every other, decide whether the
+step commits, which version is protected everywhere and whether the next capture happens: all ranks act on the same
+numbers. (All at once rather than in a ring: one delay instead of two per rank.)
 
 Invariant: whoever is at the end of its step votes again until all are (``ended``), so ranks that change their state a
 different number of times still cast the same number of votes.
@@ -11,11 +12,11 @@ different number of times still cast the same number of votes.
 from __future__ import annotations
 
 import time
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
+from operator import attrgetter
 
 import torch
-from torch.distributed import ReduceOp
 
 from p2pstate.errors import P2PStateError
 from p2pstate.groups.registry import GATE, Registry
@@ -54,12 +55,17 @@ class Ballot:
     neg_need: int = 0
 
 
+_VALUES = attrgetter(*(field.name for field in fields(Ballot)))
+
+
 def vote(registry: Registry, status: Status, ballot: Ballot, timeout_s: float | None = None) -> Ballot | None:
     """Blocks until every rank has voted. None: this rank has seen an error (or time is up) and knows no outcome."""
     gate = registry.gate
     if status.error is not None or gate is None:
         return None
-    tensor = torch.tensor(astuple(ballot), dtype=torch.int64)
+    mine = torch.tensor(_VALUES(ballot), dtype=torch.int64)
+    everywhere = mine.repeat(registry.world_size)  # what goes to each rank
+    ballots = torch.empty_like(everywhere)
 
     def is_over() -> bool:
         status.trace.poll()
@@ -69,10 +75,10 @@ def vote(registry: Registry, status: Status, ballot: Ballot, timeout_s: float | 
     began = time.monotonic()
     try:
         with status.trace.row(GATE).inside("vote"):
-            work = gate.group.allreduce([tensor], ReduceOp.MIN)
+            work = gate.group.alltoall_base(ballots, everywhere, [], [])
             wait_collective(work, is_over, timeout)
     except Exception as error:
         late = timeout_s is not None and time.monotonic() - began >= timeout_s
         status.fail(P2PStateError(f"not every rank voted within {timeout_s:g} s") if late else error, gate.epoch)
         return None
-    return Ballot(*tensor.tolist())
+    return Ballot(*ballots.view(registry.world_size, -1).amin(0).tolist())

@@ -22,10 +22,10 @@ from p2pstate.state.codec import torch_dtype
 from p2pstate.state.errors import LeafError
 from p2pstate.state.leaves import Leaf
 
-__all__ = ["ALIGNMENT_BYTES", "Entry", "Layout"]
+__all__ = ["ALIGNMENT_BYTES", "MAX_KEPT_REGIONS", "Entry", "Layout"]
 
 ALIGNMENT_BYTES = 64
-_MAX_KEPT_REGIONS = 8
+MAX_KEPT_REGIONS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +108,7 @@ class Layout:
         key = (region.data_ptr(), region.numel())
         views = self._views.get(key)
         if views is None:
-            if len(self._views) >= _MAX_KEPT_REGIONS:
+            if len(self._views) >= MAX_KEPT_REGIONS:
                 self._views.pop(next(iter(self._views)))
             self._zero_gaps(region)
             views = self._views[key] = list(self.read(region).values())
