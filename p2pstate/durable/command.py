@@ -54,6 +54,7 @@ def add_commands(commands: Any) -> None:
 def run_checkpoints(options: argparse.Namespace) -> int:
     """Exit code."""
     from p2pstate.durable.catalog import list_checkpoints
+    from p2pstate.durable.manifest import MANIFEST, METADATA
     from p2pstate.durable.remote import open_storage
     from p2pstate.durable.storage import Directory
 
@@ -68,6 +69,10 @@ def run_checkpoints(options: argparse.Namespace) -> int:
         if isinstance(storage, Directory) and not storage.root.is_dir():
             raise ValueError(f"there is no directory {options.path}")
         found = list_checkpoints(storage)
+        if not found and storage.sizes("").keys() & {MANIFEST, METADATA}:
+            raise ValueError(
+                f"{options.path} is a single checkpoint: give the place it is in, and its name after the action"
+            )
         unknown = sorted(set(options.names) - {each.name for each in found})
         if unknown:
             there = ", ".join(each.name for each in found) or "nothing"

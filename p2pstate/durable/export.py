@@ -63,6 +63,8 @@ def export_weights(found: Found, target: Path, rank: int | None = None) -> tuple
     num_ranks = found.manifest.world_size
     if rank is not None and not 0 <= rank < num_ranks:
         raise ValueError(f"there is no rank {rank} in it: it was written by ranks 0 to {num_ranks - 1}")
+    if target.is_dir() or not target.parent.is_dir():
+        raise ValueError(f"{target}: name a file in a folder that exists")
     tensors = read_weights(found, rank)
     partial = target.with_name(target.name + ".partial")
     save_file(tensors, partial, metadata={"format": "pt", "step": str(found.manifest.version.step)})

@@ -224,6 +224,16 @@ class OptimizerState:
                 f"held {_membership(captured)} when captured and holds {_membership(present)} now",
                 "build the same models, and the optimizer with the same groups, before restoring",
             )
+        for index, (here, there) in enumerate(zip(self.optimizer.param_groups, saved["groups"], strict=False)):
+            missing = [key for key in self._settings(here) if key not in there["values"]]
+            unknown = [key for key in there["values"] if key not in here]
+            if missing and unknown:
+                raise LeafError(
+                    f"{self.prefix} group {index}",
+                    f"of this {type(self.optimizer).__name__} has {', '.join(missing)}; captured was another kind of "
+                    f"optimizer, with {', '.join(unknown)}",
+                    "build the same kind of optimizer, or begin a new run with the weights alone",
+                )
 
     def plan(self, saved: Any, parameters: Mapping[str, Any], rebuilder: Rebuilder) -> PlannedOptimizer:
         """What :meth:`apply` is to do after all copies were checked; writes nothing yet."""
@@ -241,6 +251,7 @@ class OptimizerState:
             here = self.optimizer.param_groups[index] if index < len(self.optimizer.param_groups) else {}
             own = {key: value for key, value in here.items() if key not in _IDENTITY}
             values = rebuilder.tree(group["values"], own, (f"{self.prefix}/:groups", index), None)
+            values = {key: own[key] for key in self._settings(own) if key not in values} | values
             groups.append(({name: parameters[name] for name in group["params"]}, values))
         gradients = {}
         for name, tree in saved["gradients"].items():
@@ -270,6 +281,10 @@ class OptimizerState:
         for parameter, gradient in planned.gradients.items():
             parameter.grad = gradient
         self.accumulating = bool(planned.gradients)
+
+    def _settings(self, group: Mapping[str, Any]) -> list[str]:
+        """What this kind of optimizer needs in a group. A newer torch may have more of them than the captured state."""
+        return [key for key in getattr(self.local, "defaults", {}) if key in group]
 
     def _owner(self, parameters: Mapping[str, Any], name: str) -> Any:
         if name not in parameters:

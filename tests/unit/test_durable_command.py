@@ -77,6 +77,8 @@ def test_delete_removes_what_is_named_but_never_the_last_good_one(
         (["export", "ck", "out.safetensors", "--name", "000003-step30"], "no complete checkpoint 000003-step30"),
         (["export", "nowhere", "out.safetensors"], "no complete checkpoint in nowhere"),
         (["export", "ck", "out.safetensors", "--rank", "4"], "there is no rank 4 in it"),
+        (["export", "ck", "nowhere/out.safetensors"], "name a file in a folder that exists"),
+        (["checkpoints", "ck/000002-step20"], "is a single checkpoint"),
     ],
 )
 def test_mistake_is_said_in_one_sentence(

@@ -336,6 +336,25 @@ def test_restore_into_an_optimizer_built_with_more_groups_names_the_first_too_ma
     assert caught.value.name == "optimizer group 1"
 
 
+@pytest.mark.parametrize("saved", ["adamw", "sgd"])
+def test_restore_into_another_kind_of_optimizer_names_what_differs(saved: str) -> None:
+    model = net()
+    other = OPTIMIZERS["sgd" if saved == "adamw" else "adamw"](model.parameters())
+    image = image_of(state_of(model, OPTIMIZERS[saved](model.parameters())))
+    with pytest.raises(LeafError, match=r"optimizer group 0: of this .* captured was another kind of optimizer"):
+        restore(state_of(model, other), image)
+
+
+def test_restore_into_a_newer_optimizer_keeps_the_settings_that_it_needs() -> None:
+    model = net()
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    del optimizer.param_groups[0]["foreach"]
+    image = image_of(state_of(model, optimizer))
+    newer = OPTIMIZERS["sgd"](model.parameters())
+    restore(state_of(model, newer), image)
+    assert newer.param_groups[0]["foreach"] is None
+
+
 def test_restore_with_parameters_in_another_order_names_the_group() -> None:
     model = net()
     image = image_of(state_of(model, torch.optim.SGD(model.parameters(), lr=0.1)))
