@@ -25,6 +25,7 @@ from rendezvous.node import Node
 __all__ = ["ACTIONS", "NODE_ACTIONS", "PARTITION_S", "PHASES", "Chaos", "change_bytes"]
 
 ACTIONS = ("kill", "stop", "corrupt", "node", "partition")
+SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}  # of actions that hit a process
 NODE_ACTIONS = ("node", "partition")  # what a whole node suffers
 PHASES = tuple(doing.name.lower() for doing in Doing)
 POLL_S = 0.002
@@ -86,7 +87,8 @@ class Chaos:
                 self._node.call_later(POLL_S, look)
 
         look()
-        return f"rank {rank} (pid {worker.pid}) is watched until it is {phase}"
+        moment = "between steps" if phase == "between" else phase
+        return f"{SIGNALS[action].name} to rank {rank} (pid {worker.pid}) as soon as it is {moment}"
 
     def _partition(self, seconds: float) -> str:
         if not 0 < seconds <= MAX_PARTITION_S:
@@ -101,7 +103,7 @@ class Chaos:
         return worker
 
     def _signal(self, worker: WorkerProcess, action: str) -> str:
-        sign = signal.SIGKILL if action == "kill" else signal.SIGSTOP
+        sign = SIGNALS[action]
         try:
             os.kill(worker.pid, sign)  # a process of ours that was not reaped yet
         except ProcessLookupError:

@@ -91,15 +91,18 @@ def _explanation(run: Mapping[str, Any]) -> str:
     if headline(run)[0]:
         lost = [node["if_it_dies"] for node in run["nodes"] if node["if_it_dies"].startswith("the run is lost")]
         step = min(rank["protected"] for rank in run["ranks"])
-        return (
-            f"A process that dies is replaced from memory. If the node dies, {lost[0]}."
-            if lost
-            else f"Any one node may die now: all ranks resume step {step} from memory."
-        )
+        if lost:
+            return f"A process that dies is replaced from memory. If the node dies, {lost[0]}."
+        resume = f"Any one node may die now: all ranks resume step {step} from memory"
+        return f"{resume}." if _spares(run) else f"{resume}, once another node has joined (no spare is left)."
     newest = run["incidents"][0] if run["incidents"] else None
     if newest is not None and newest["seconds"] is None:
         return f"{newest['reason']}, {newest['s_ago']:.0f} s ago. Training has not gone on yet."
     return "Until copies of every rank's state are on two nodes, a failure may cost more than a step."
+
+
+def _spares(run: Mapping[str, Any]) -> list[str]:
+    return [node["name"] for node in run["nodes"] if node["part"] == "spare" and node["state"] == "alive"]
 
 
 def _notes(run: Mapping[str, Any]) -> list[str]:
@@ -122,7 +125,7 @@ def _tiles(run: Mapping[str, Any]) -> str:
     tiles.append(("goodput now", f"{100 * now:.0f} %", f"{100 * all_of_it:.1f} % of the run"))
     lost = sum(incident["steps_lost"] for incident in run["incidents"])
     tiles.append(("failures", str(run["num_incidents"]), f"{lost} committed steps lost"))
-    spares = [node["name"] for node in run["nodes"] if node["part"] == "spare" and node["state"] == "alive"]
+    spares = _spares(run)
     tiles.append(("spare nodes", str(len(spares)), ", ".join(spares[:4])))
     if run["fetch_p95_s"] is not None:
         tiles.append(("wait for a batch", f"{1000 * run['fetch_p95_s']:.0f} ms", "95 of 100 take less"))

@@ -56,7 +56,7 @@ def test_scheduled_faults_are_injected_survived_and_leave_no_trace(tmp_path: Pat
         code, text = chaos("--schedule", str(schedule), "--timeout", "60", *where)
         assert code == 0, f"{text}\n{cluster.log_tails()}"
         for words in (
-            "is watched until it is stepping",
+            "as soon as it is stepping",
             "slots of shard 0",
             "SIGSTOP to rank 0",
             "neither hears nor is heard",
