@@ -4,6 +4,8 @@ Flows in: contact texts and, each time they are read, the world (resolver, direc
 (IP literals with a port) and a sentence for each contact that gave none.
 Invariants: reading never raises for what the world answers; a contact that fails now may work the next time.
 Limits: a resolver may take long, so `ContactReader` reads on a thread of its own and never on the node's.
+A node tells others one address, of the family in which a contact on another host is reached: where some speak IPv4 only
+and others IPv6 only, they do not meet.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from rendezvous.config import check_contact, split_endpoint
 from rendezvous.types import RendezvousError, address_from, join_address, split_address
 
 _MAX_FILES = 4096
+_EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
 def resolve(host: str, port: int) -> list[str]:
@@ -108,12 +111,20 @@ def expand_hosts(listed: str) -> list[str]:
     return hosts
 
 
+def bind_address(host: str, port: int) -> str:
+    """Where to listen for `host`: a name stands for the first of its addresses, which is the one others are told."""
+    try:
+        return join_address(host, port) if host in _EVERYWHERE else resolve(host, port)[0]
+    except (OSError, IndexError):
+        return join_address(host, port)  # whoever listens there says what is wrong with it
+
+
 def own_address(bind: str, advertise: str | None, port: int, contacts: Sequence[str]) -> str:
     """The address to tell others for a socket bound to `port`; RendezvousError if it cannot be found out."""
     host, wanted = split_endpoint(advertise or bind, "advertise" if advertise else "bind", any_port=True)
     port = wanted or port
-    if host in ("0.0.0.0", "::", "*"):
-        return join_address(_outgoing_host(contacts), port)
+    if host in _EVERYWHERE:
+        return join_address(_outgoing_host(contacts, only_v4=host == "0.0.0.0"), port)
     try:
         return address_from(resolve(host, port)[0])
     except (OSError, IndexError, ValueError) as error:
@@ -123,15 +134,21 @@ def own_address(bind: str, advertise: str | None, port: int, contacts: Sequence[
         ) from error
 
 
-def _outgoing_host(contacts: Sequence[str]) -> str:
+def _outgoing_host(contacts: Sequence[str], *, only_v4: bool) -> str:
     """The local address from which a contact is reached. Sends nothing. Never loopback, if a contact is elsewhere.
+    Who listens at 0.0.0.0 is not reached over IPv6, who listens at [::] over both.
 
     A host that is its own first contact learns nothing from it (its own name may well mean 127.0.1.1 here), so
     contacts on other hosts are asked first, and at last the host's own name. A run whose contacts are loopback by their
     name stays on loopback.
     """
-    addresses, problems = read_contacts(contacts)
-    on_loopback = read_contacts([contact for contact in contacts if _names_loopback(contact)])[0]
+
+    def usable(addresses: list[str]) -> list[str]:
+        return [address for address in addresses if not (only_v4 and is_v6(address))]
+
+    read, problems = read_contacts(contacts)
+    addresses = usable(read)
+    on_loopback = usable(read_contacts([contact for contact in contacts if _names_loopback(contact)])[0])
     if addresses and addresses == on_loopback:
         return split_address(addresses[0])[0]
     local = {address: is_local(split_address(address)[0]) for address in addresses}
@@ -146,13 +163,15 @@ def _outgoing_host(contacts: Sequence[str]) -> str:
         if not ipaddress.ip_address(found).is_loopback:
             return found
     try:
-        own = [split_address(address)[0] for address in resolve(socket.gethostname(), 1)]
+        own = [split_address(address)[0] for address in usable(resolve(socket.gethostname(), 1))]
     except OSError as error:
         problems.append(str(error))
         own = []
     for found in own:
         if not ipaddress.ip_address(found).is_loopback:
             return found
+    if read and not addresses:
+        problems.append("0.0.0.0 is reached over IPv4 only and the contacts over IPv6 only: bind [::]")
     raise RendezvousError(
         "bind names every interface, and no address was found under which other hosts reach this one "
         f"({'; '.join(problems) or 'only loopback addresses'}). Give one with advertise"
@@ -160,36 +179,40 @@ def _outgoing_host(contacts: Sequence[str]) -> str:
 
 
 def is_local(host: str) -> bool:
-    """Does this address (an IP literal) belong to this host?"""
-    with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
-        try:
+    """Does this address (an IP literal) belong to this host? [::] does where there is IPv6 at all."""
+    try:
+        with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
             probe.bind((host, 0))
-        except OSError:
-            return False
-        return True
+    except OSError:
+        return False
+    return True
 
 
 def local_binds(contacts: Sequence[str]) -> list[str]:
     """Where an agent that was told nothing but the contacts listens, best first: where the contacts name this host.
 
     The last one always works: any port, on every interface unless all contacts are loopback. A name that means loopback
-    here but is no loopback name (127.0.1.1 for the own host name) stands for every interface.
+    here but is no loopback name (127.0.1.1 for the own host name) stands for every interface, and so does one that has
+    several addresses of this host: others may reach only one of them, and not the same.
     """
     found: list[str] = []
-    only_loopback = True
+    only_loopback, v6 = True, False
     for contact in contacts:
         named_loopback = _names_loopback(contact)
+        here = []
         for address in read_contacts([contact])[0]:
             host, port = split_address(address)
             loopback = ipaddress.ip_address(host).is_loopback
             only_loopback = only_loopback and loopback and named_loopback
+            v6 = v6 or (is_v6(address) and (not named_loopback or is_literal(contact)))
             if loopback and not named_loopback:
-                address = join_address("::" if ":" in host else "0.0.0.0", port)
-            elif not is_local(host):
-                continue
-            found.append(address)
-    v6 = any(contact.startswith("[") for contact in contacts)
-    everywhere, loopback_host = ("::", "::1") if v6 else ("0.0.0.0", "127.0.0.1")
+                here.append(join_address("::" if is_v6(address) else "0.0.0.0", port))
+            elif is_local(host):
+                here.append(address)
+        if len(here) > 1 and not named_loopback:
+            here.insert(0, join_address("::" if any(map(is_v6, here)) else "0.0.0.0", split_address(here[0])[1]))
+        found += here
+    everywhere, loopback_host = ("::", "::1") if v6 and is_local("::") else ("0.0.0.0", "127.0.0.1")
     return [*dict.fromkeys(found), join_address(loopback_host if only_loopback else everywhere, 0)]
 
 
@@ -198,6 +221,10 @@ def _names_loopback(contact: str) -> bool:
     if is_literal(contact):
         return ipaddress.ip_address(split_address(contact)[0]).is_loopback
     return contact.rpartition(":")[0] == "localhost"
+
+
+def is_v6(address: str) -> bool:
+    return address.startswith("[")
 
 
 def _family(host: str) -> socket.AddressFamily:

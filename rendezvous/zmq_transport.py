@@ -25,10 +25,10 @@ import zmq
 import zmq.utils.z85
 
 from rendezvous.config import Config, split_endpoint
-from rendezvous.discovery import own_address
+from rendezvous.discovery import bind_address, own_address
 from rendezvous.keys import HOW_TO_MAKE_ONE, derive_keys
 from rendezvous.transport import Incoming
-from rendezvous.types import RendezvousError, join_address, split_address
+from rendezvous.types import RendezvousError, split_address
 from rendezvous.wire import MAX_MESSAGE_BYTES
 
 SEND_QUEUE = 2000
@@ -132,7 +132,7 @@ class ZmqTransport:
         self._router_fd = self._watch_socket(router)
         host, port = split_endpoint(config.bind, "bind", any_port=True)
         try:
-            router.bind(f"tcp://{join_address(host, port) if port else join_address(host, 0)}")
+            router.bind(f"tcp://{bind_address(host, port)}")
         except zmq.ZMQError as error:
             router.close(0)
             if error.errno == zmq.EADDRINUSE:

@@ -12,6 +12,7 @@ import pytest
 from rendezvous import discovery
 from rendezvous.discovery import (
     ContactReader,
+    bind_address,
     expand_hosts,
     is_literal,
     local_binds,
@@ -152,6 +153,55 @@ def test_agent_listens_where_the_contacts_name_this_host_and_else_anywhere() -> 
     assert local_binds(["192.0.2.1:7001", "127.0.0.1:7002"]) == ["127.0.0.1:7002", "0.0.0.0:0"]
     assert local_binds(["[::1]:7001"])[-1] == "[::1]:0"
     assert local_binds([]) == ["127.0.0.1:0"]
+
+
+@pytest.mark.parametrize(
+    ("records", "local", "binds"),
+    [
+        ({"node1": ["10.0.0.1", "2001:db8::1"]}, ["10.0.0.1", "2001:db8::1", "::"], ["[::]:7001", "10.0.0.1:7001"]),
+        ({"node1": ["10.0.0.1", "10.1.0.1"]}, ["10.0.0.1", "10.1.0.1"], ["0.0.0.0:7001", "10.0.0.1:7001"]),
+        ({"node1": ["10.0.0.1", "10.0.0.2", "10.0.0.3"]}, ["10.0.0.2"], ["10.0.0.2:7001", "0.0.0.0:0"]),
+        ({"node1": ["127.0.1.1", "2001:db8::1"]}, ["2001:db8::1", "::"], ["[::]:7001", "0.0.0.0:7001"]),
+        ({"node1": ["2001:db8::2"]}, ["::"], ["[::]:0"]),
+        ({"node1": ["10.0.0.2", "2001:db8::2"]}, ["::"], ["[::]:0"]),
+        ({"node1": ["10.0.0.2", "2001:db8::2"]}, [], ["0.0.0.0:0"]),
+        ({"localhost": ["::1", "127.0.0.1"]}, ["::1", "127.0.0.1", "::"], ["[::1]:7001", "127.0.0.1:7001"]),
+        ({"localhost": ["::1", "127.0.0.1"]}, ["127.0.0.1"], ["127.0.0.1:7001", "127.0.0.1:0"]),
+    ],
+    ids=[
+        "both families here",
+        "two interfaces",
+        "one record for each host",
+        "own name, and IPv6",
+        "elsewhere, IPv6",
+        "elsewhere, both families",
+        "no IPv6 here",
+        "localhost",
+        "localhost without IPv6",
+    ],
+)
+def test_name_with_several_addresses_is_listened_at_wherever_others_may_reach_it(
+    monkeypatch: pytest.MonkeyPatch, records: dict[str, list[str]], local: list[str], binds: list[str]
+) -> None:
+    fake_resolver(monkeypatch, records)
+    monkeypatch.setattr(discovery, "is_local", lambda host: host in local)
+    (name,) = records
+    assert local_binds([f"{name}:7001"])[: len(binds)] == binds
+
+
+def test_bound_name_is_listened_at_where_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_resolver(monkeypatch, {"node1": ["10.0.0.1", "2001:db8::1"]})
+    assert bind_address("node1", 7001) == own_address("node1:7001", None, 7001, []) == "10.0.0.1:7001"
+    assert bind_address("::", 0) == "[::]:0"
+    assert bind_address("no-such-name", 7001) == "no-such-name:7001"
+
+
+def test_own_address_is_one_that_the_bound_socket_answers_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_resolver(monkeypatch, {"localhost": ["::1", "127.0.0.1"], "six": ["2001:db8::2"], socket.gethostname(): []})
+    assert own_address("0.0.0.0:0", None, 4711, ["localhost:1"]) == "127.0.0.1:4711"
+    assert own_address("[::]:0", None, 4711, ["localhost:1"]) == "[::1]:4711"
+    with pytest.raises(RendezvousError, match=r"over IPv4 only and the contacts over IPv6 only: bind \[::\]"):
+        own_address("0.0.0.0:0", None, 4711, ["six:1"])
 
 
 def test_own_name_that_means_loopback_here_stands_for_every_interface(monkeypatch: pytest.MonkeyPatch) -> None:
