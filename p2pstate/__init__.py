@@ -160,7 +160,8 @@ Layout, from the top down (a file imports only what stands above it):
     agent/status.py         what an operator is told
     agent/health.py         what probes look at
     agent/chaos.py          faults on request
-    agent/serving.py        the page, metrics
+    agent/page_server.py    the page, status and metrics over HTTP
+    agent/serving.py        what all nodes know, for the page
     agent/ranks.py          which process holds which rank, round by round
     agent/waiting.py        a node's patience
     agent/agent.py          rendezvous, vault and workers together
@@ -220,7 +221,8 @@ Layout, from the top down (a file imports only what stands above it):
     integrations/mlflow.py
     integrations/lightning.py    Lightning's, with a callback
     integrations/torchtitan.py   torchtitan's, with a checkpoint manager
-    cli.py                  p2prun, p2pstate
+    tools.py                p2pstate
+    cli.py                  p2prun
 End of layout.
 """
 

@@ -7,39 +7,21 @@ node, 77 state lost, 78 bad configuration.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 from p2pstate.agent.agent import Agent
 from p2pstate.agent.hang import DEFAULT_FLOOR_S
 from p2pstate.agent.job import Job
 from p2pstate.agent.serving import read_token
-from p2pstate.chaos import add_command as add_chaos_command
-from p2pstate.chaos import run_command as run_chaos_command
-from p2pstate.data.command import add_command as add_data_command
-from p2pstate.data.command import run_command as run_data_command
-from p2pstate.doctor import add_command as add_doctor_command
-from p2pstate.doctor import run_command as run_doctor_command
-from p2pstate.durable.command import add_commands as add_durable_commands
-from p2pstate.durable.command import run_checkpoints, run_export
 from p2pstate.errors import EXIT_CONFIG
-from p2pstate.observe.command import add_command as add_report_command
-from p2pstate.observe.command import run_command as run_report_command
-from p2pstate.observe.top import add_command as add_top_command
-from p2pstate.observe.top import run_command as run_top_command
 from p2pstate.operating import OPERATING
 from p2pstate.options import HelpFormatter, add_detection, add_network, add_run, make_config, read_labels
-from p2pstate.planning.command import add_command as add_plan_command
-from p2pstate.planning.command import run_command as run_plan_command
-from p2pstate.verdict import read_verdict
 from p2pstate.witness import Witness
 from rendezvous.config import Config
-from rendezvous.keys import make_key_file
 from rendezvous.types import RendezvousError, Role
 
 __all__ = ["main", "p2prun"]
@@ -91,35 +73,9 @@ def _end_on_signals(member: Agent | Witness, who: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``p2pstate``: tools around a run."""
-    parser = argparse.ArgumentParser(
-        prog="p2pstate", description="Tools around a run, which p2prun starts: see p2prun --help"
-    )
-    parser.add_argument("--version", action="version", version=f"p2pstate {importlib.metadata.version('p2pstate')}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    keygen = commands.add_parser(
-        "keygen",
-        help="make the secret that the nodes of a run share",
-        description="Make the secret that the nodes of a run share: p2prun --key-file FILE on each of them.",
-    )
-    keygen.add_argument("file", metavar="FILE", help="a new file; an existing one is never overwritten")
-    verdict = commands.add_parser(
-        "verdict",
-        help="say how a run ended, and exit with the run's exit code",
-        description="Say how a run ended, and exit with the run's exit code: 75 while no node has told an end.",
-    )
-    verdict.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="p2prun's --run-dir, of this run only")
-    add_chaos_command(commands)
-    add_durable_commands(commands)
-    add_doctor_command(commands)
-    add_data_command(commands)
-    add_plan_command(commands)
-    add_report_command(commands)
-    add_top_command(commands)
-    options = parser.parse_args(argv)
-    if options.command is None:
-        parser.print_help()
-        return 0
-    return COMMANDS[options.command](options)
+    from p2pstate.tools import run_tool  # every node of a run would wait for their modules
+
+    return run_tool(argv)
 
 
 def _witness(arguments: Sequence[str]) -> int:
@@ -143,31 +99,6 @@ def _witness(arguments: Sequence[str]) -> int:
 
     _end_on_signals(witness, config.name)
     return witness.run()
-
-
-def _keygen(options: argparse.Namespace) -> int:
-    path = options.file
-    try:
-        make_key_file(path)
-    except FileExistsError:
-        print(f"p2pstate keygen: {path} exists and is not overwritten: a run may be using it", file=sys.stderr)
-        return 1
-    except OSError as error:
-        print(f"p2pstate keygen: {path} cannot be written: {error.strerror}", file=sys.stderr)
-        return 1
-    print(f"{path}: a new secret, readable by its owner only; copy it to every node and name it there (--key-file)")
-    return 0
-
-
-def _verdict(options: argparse.Namespace) -> int:
-    run_dir: Path = options.run_dir
-    try:
-        verdict = read_verdict(run_dir)
-    except OSError as error:
-        print(f"p2pstate verdict: {run_dir} cannot be read: {error.strerror}", file=sys.stderr)
-        return EXIT_CONFIG
-    print(f"{verdict.text} (exit code {verdict.code})")
-    return verdict.code
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -288,20 +219,6 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         hang_floor_s=options.hang_floor,
     )
     return config, job
-
-
-COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
-    "chaos": run_chaos_command,
-    "checkpoints": run_checkpoints,
-    "data": run_data_command,
-    "doctor": run_doctor_command,
-    "export": run_export,
-    "keygen": _keygen,
-    "plan": run_plan_command,
-    "report": run_report_command,
-    "top": run_top_command,
-    "verdict": _verdict,
-}
 
 
 if __name__ == "__main__":

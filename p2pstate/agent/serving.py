@@ -1,42 +1,33 @@
-"""A node's page, its metrics and its status over HTTP; and what other nodes' pages ask of this one.
+"""What a node knows of its run, for whoever looks at it; and what other nodes' pages ask of this one.
 
-In: requests of browsers, scrapers and other nodes' agents, what an agent knows of its node. Out: ``/`` (the whole run,
-as a page), ``/status.json``, ``/metrics`` (this node). Whichever node is asked asks the others, so there is none whose
-death takes the page away.
+In: questions of this node's page and of other nodes' agents, what an agent knows of its node. Out: what all nodes know.
+Whichever node is asked asks the others, so there is none whose death takes the page away.
 
-Invariants: read only, GET and HEAD; whoever asks waits ``ANSWER_S`` at most for the nodes that answer; requests are
-served by threads of their own and read the node's state on the node's thread only. With a token nothing is told
-without it (``Authorization: Bearer TOKEN``, or ``?token=TOKEN``).
+Invariants: whoever asks waits ``ANSWER_S`` at most for the nodes that answer; the node's state is read on the node's
+thread only.
 """
 
 from __future__ import annotations
 
-import hmac
-import http.server
-import json
-import socket
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from typing import Any, TypeVar
-from urllib.parse import parse_qs, urlsplit
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from p2pstate.agent.describing import version_of
 from p2pstate.agent.events import EventLog
 from p2pstate.observe.metrics import exposition
-from p2pstate.observe.page import POLICY, as_page
-from p2pstate.observe.whole import merge
 from rendezvous.node import Node, Timer
 from rendezvous.types import MemberKey, Role
 
-__all__ = ["Gatherer", "PageServer", "Site", "read_token"]
+if TYPE_CHECKING:
+    from p2pstate.agent.page_server import PageServer
+
+__all__ = ["Gatherer", "Site", "read_token"]
 
 ANSWER_S = 0.7  # for other nodes
 NODE_S = 5.0  # for the own node's thread
-CLIENT_S = 10.0  # for a client that sends or reads slowly
 
 T = TypeVar("T")
 Answers = dict[str, dict[str, Any]]
@@ -62,6 +53,8 @@ class Site:
 
     def serve(self, bind: str, token: str | None) -> None:
         """Raises OSError and ValueError as PageServer does."""
+        from p2pstate.agent.page_server import PageServer  # what it takes to serve HTTP, most nodes of a run need not
+
         self._page = PageServer(bind, token, self._node.key.name, self._gatherer.gather, self._metrics)
 
     def start(self) -> None:
@@ -140,92 +133,3 @@ class Gatherer:
         if future is not None and timer is not None:
             timer.cancel()
             future.set_result(answers)
-
-
-class PageServer:
-    """Raises OSError when it cannot listen at ``bind`` (HOST:PORT; port 0: any), ValueError when that is none."""
-
-    def __init__(self, bind: str, token: str | None, name: str, gather: Callable[[], Answers],
-                 metrics: Callable[[], bytes]) -> None:  # fmt: skip
-        host, _, port = bind.rpartition(":")
-        host = host.strip("[]")
-        if not host or not port.isdigit():
-            raise ValueError(f"{bind!r} is no HOST:PORT to serve the page at, such as 127.0.0.1:8600")
-        server = _Server6 if ":" in host else _Server
-        self._server = server((host, int(port)), _Handler)
-        self._server.token, self._server.node_name = token, name
-        self._server.gather, self._server.metrics = gather, metrics
-        bound = f"[{host}]" if ":" in host else host
-        self.url = f"http://{bound}:{self._server.server_address[1]}/"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="p2pstate-page", daemon=True)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def close(self) -> None:
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join()
-        self._server.server_close()
-
-
-class _Server(http.server.ThreadingHTTPServer):
-    daemon_threads = True
-    token: str | None
-    node_name: str
-    gather: Callable[[], Answers]
-    metrics: Callable[[], bytes]
-
-
-class _Server6(_Server):
-    address_family = socket.AF_INET6
-
-
-class _Handler(http.server.BaseHTTPRequestHandler):
-    server: _Server
-    timeout = CLIENT_S
-    server_version = "p2pstate"
-    sys_version = ""
-
-    def do_GET(self) -> None:
-        parts = urlsplit(self.path)
-        token = parse_qs(parts.query).get("token", [""])[0]
-        if not self._may_ask(token):
-            self._answer(401, "text/plain", b"this page wants a token: Authorization: Bearer TOKEN, or ?token=TOKEN\n")
-            return
-        try:
-            if parts.path == "/":
-                page = as_page(merge(self.server.gather()), self.server.node_name, token)
-                self._answer(200, "text/html", page.encode())
-            elif parts.path == "/status.json":
-                self._answer(200, "application/json", json.dumps(merge(self.server.gather())).encode())
-            elif parts.path == "/metrics":
-                self._answer(200, "text/plain; version=0.0.4", self.server.metrics())
-            else:
-                self._answer(404, "text/plain", b"there are /, /status.json and /metrics\n")
-        except FutureTimeout:
-            self._answer(503, "text/plain", b"this node does not answer at the moment\n")
-        except ValueError as error:
-            self._answer(501, "text/plain", f"{error}\n".encode())
-
-    do_HEAD = do_GET
-
-    def _may_ask(self, token: str) -> bool:
-        wanted = self.server.token
-        given = self.headers.get("Authorization", "").removeprefix("Bearer ") or token
-        return wanted is None or hmac.compare_digest(given.encode(), wanted.encode())
-
-    def _answer(self, code: int, kind: str, body: bytes) -> None:
-        self.send_response(code)
-        self.send_header("Content-Type", f"{kind}; charset=utf-8")
-        self.send_header("Content-Length", str(len(body)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("Content-Security-Policy", POLICY)
-        self.send_header("Referrer-Policy", "no-referrer")
-        self.send_header("X-Content-Type-Options", "nosniff")
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: requests come every few seconds."""

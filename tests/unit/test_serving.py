@@ -9,7 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 from test_observe_page import answer
 
-from p2pstate.agent.serving import PageServer
+from p2pstate.agent.page_server import PageServer
 
 
 class Asked:
