@@ -38,6 +38,7 @@ Layout, from the top down (a file imports only what stands above it):
     memory_need.py          pure: whether all copies fit
     vault.py                all slots of a node
     state/errors.py         state/: live objects <-> named leaves <-> bytes
+    state/rng.py
     state/codec.py
     state/quantised.py
     state/leaves.py
@@ -46,7 +47,6 @@ Layout, from the top down (a file imports only what stands above it):
     state/chunks.py
     state/layout.py
     state/hashed_copy.py
-    state/rng.py
     state/naming.py
     state/buffers.py
     state/comm_hooks.py

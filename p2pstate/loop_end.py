@@ -63,8 +63,7 @@ class LoopEnd:
         self.data_ended_at, self.agreed_step = -1, None
         if step == 0 and self._stepping.num_open_blocks:
             self._stepping.warn_of_open_blocks()
-        self._context.in_loop = False
-        self._context.farewell.close()
+        self._context.end_loop()
         STATUS.loud = True
         METER.enter("shutdown")
         self._context.link.send("loop_done", step=step)

@@ -155,6 +155,8 @@ class Replicator:
         if not models or not optimizers:
             missing = "model (a torch.nn.Module)" if not models else "optimizer (a torch.optim.Optimizer)"
             raise ValueError(f"Replicator needs at least one {missing} among its arguments")
+        if not isinstance(extra, MutableMapping | None):
+            raise ValueError(f"extra= takes a dictionary, not {type(extra).__name__}")
         self.extra: MutableMapping[str, Any] = {} if extra is None else extra
         objects["loop"] = position = LoopPosition()
         self._context = context

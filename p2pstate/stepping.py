@@ -36,6 +36,7 @@ __all__ = ["Stepping"]
 
 NUM_QUIET_BLOCKS = 100  # after so many in a row nothing is expected to follow the first optimizer.step()
 NUM_OPEN_BLOCKS = 1000  # nobody accumulates gradients over so many
+NUM_OPEN_WINDOWS = 10  # nor over so many times as many as before
 NOT_IN_BACKWARD = -1
 
 
@@ -57,6 +58,7 @@ class Stepping:
         self._rehearsing = False
         self._num_quiet_blocks = 0
         self.num_open_blocks = 0  # in a row, without an optimizer's step
+        self._longest_window: int | None = None  # of such blocks before a step; None before the first one
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
 
@@ -157,15 +159,21 @@ class Stepping:
         while block.voted is None or not block.voted.ended:
             if not self._vote(block, ended=True):
                 return False
-        self._count(block)
+        self.count(block)
         if block.boundary:
             quiet = block.num_gates == 1 and REGISTRY.num_collectives == block.num_collectives_before
             self._num_quiet_blocks = self._num_quiet_blocks + 1 if quiet else 0
         return STATUS.error is None
 
-    def _count(self, block: StepBlock) -> None:
-        self.num_open_blocks = 0 if block.boundary else self.num_open_blocks + 1
-        if self.num_open_blocks == NUM_OPEN_BLOCKS:
+    def count(self, block: StepBlock) -> None:
+        """Blocks in which no optimizer was stepped are accumulating gradients, or the wrong optimizers are watched."""
+        if block.boundary:
+            self._longest_window = max(self._longest_window or 0, self.num_open_blocks)
+            self.num_open_blocks = 0
+            return
+        self.num_open_blocks += 1
+        longest = self._longest_window
+        if self.num_open_blocks == (NUM_OPEN_BLOCKS if longest is None else NUM_OPEN_WINDOWS * (longest + 1)):
             self.warn_of_open_blocks()
 
     def warn_of_open_blocks(self) -> None:

@@ -185,6 +185,8 @@ class Loop:
                 self._turn_open = STATUS.between_steps = False
         except GeneratorExit:
             self._turn_open = STATUS.between_steps = False
+            if self._context.is_forked:
+                raise
             if self._context.failing or (leaves_by_exception(code) and not self._closing):
                 self._context.unfinished = self._left
             else:
@@ -217,6 +219,8 @@ class Loop:
 
     def leave(self, block: StepBlock, error: BaseException | None) -> bool:
         """The end of a block. True swallows ``error``: the step was discarded."""
+        if self._context.is_forked:
+            return False
         self._in_block = False
         STATUS.trace.do(Doing.BETWEEN)
         self._stepping.end()
@@ -339,8 +343,7 @@ class Loop:
     # -- beginning and end
 
     def _enter_loop(self) -> None:
-        self._context.in_loop = True
-        self._context.farewell.listen()
+        self._context.begin_loop()
         STATUS.loud = False
         self._hand_over_journal()
         METER.enter("other")

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from p2pstate.state.errors import LeafError
+from p2pstate.state.rng import is_generator
 
 __all__ = ["MAX_DEPTH", "Path", "TensorRef", "decode", "encode", "lower", "pack", "path_text", "squeeze", "unsqueezed"]
 
@@ -207,6 +208,9 @@ def _lower_atom(value: Any, path: Path) -> Any:
         return msgpack.ExtType(_NP_TEXT, pack(text))
     if kind is np.ndarray or isinstance(value, np.generic):
         return _lower_numpy(value, path)
+    if is_generator(value):
+        advice = "give it to Replicator(...) as an argument, or as a value of its own in extra="
+        raise LeafError(path_text(path), f"a random generator ({kind.__qualname__}) inside of something else", advice)
     raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__} is not a plain value")
 
 

@@ -31,6 +31,10 @@ def worker_main(sock: socket.socket) -> int:
     context = prepare(link, assignment)
     use_threads()
     code, text = _run_script(assignment["script"], assignment["args"], assignment["module"], context)
+    if context.is_forked:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     if code == 0 and context.unfinished is not None:
         context.unfinished()
     if code == 0 and context.left_early:

@@ -222,6 +222,7 @@ Point = namedtuple("Point", "x y")
         (np.ma.masked_array([1, 2]), "state"),
         ({"big": torch.zeros(1 << 20)}, "state/big"),
         ({5: {"5": lambda: 0}}, "state/5/'5'"),
+        ({"dice": [random.Random(1)]}, "state/dice/0"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

@@ -169,6 +169,8 @@ def run_with_two_optimizers(options: argparse.Namespace) -> None:
 
     def train_step(batch: Batch) -> Tensor:
         run.begin(state, batch, batch.number)
+        if batch.number == 2 and os.fork() == 0:
+            sys.exit(3)  # a child says nothing of this rank
         loss = run.loss(batch)
         loss.backward()
         body.step()
@@ -398,6 +400,15 @@ def second_block_in_one_turn(_options: argparse.Namespace) -> None:
                 pass
 
 
+def second_loop(_options: argparse.Namespace) -> None:
+    p2pstate.init_process_group()
+    model, optimizer = model_and_optimizer()
+    state = p2pstate.Replicator(model, optimizer)
+    for _ in range(2):
+        for _ in state.run(optimizer.step, steps=1):
+            pass
+
+
 def no_optimizer(_options: argparse.Namespace) -> None:
     p2pstate.init_process_group()
     p2pstate.Replicator(model_and_optimizer()[0])
@@ -432,7 +443,7 @@ FORMS: dict[str, Callable[[argparse.Namespace], None]] = {
     form.__name__: form
     for form in (
         *(run_with_two_optimizers, block_with_scheduler_outside, closure, lbfgs, scaler, accumulate, micro_blocks),
-        *(nested_block, block_outside_of_batches, second_block_in_one_turn, no_optimizer, no_model),
+        *(nested_block, block_outside_of_batches, second_block_in_one_turn, second_loop, no_optimizer, no_model),
         *(data_without_state, no_process_group, raises_in_a_good_step),
     )
 }
