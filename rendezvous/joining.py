@@ -34,6 +34,7 @@ class Joining:
         self._interval_s = timing.probe_interval_s
         self._introduced_s: dict[str, float] = {}
         self._is_refused = False
+        self._has_met = False  # anybody: who lost the others has another reason to wait, which is not hidden
 
     def read(self, contacts: Contacts, now: float) -> None:
         """The contact list as it reads now."""
@@ -54,12 +55,12 @@ class Joining:
         missing = [address for address in self._contacts.addresses if address not in known]
         for address in missing:
             self._out.put(Send(address, None, Join(membership.me)))
-        alone = len(known) == 1
-        if not alone:
+        if len(known) > 1:
+            self._has_met = True
             self._interval_s = min(2 * self._interval_s, self._timing.failure_s)
         self._next_s = now + self._interval_s
         late = now - self._started_s > self._timing.failure_s
-        if alone and late and not self._is_refused and (missing or self._contacts.problems):
+        if late and not (self._has_met or self._is_refused) and (missing or self._contacts.problems):
             listed = ", ".join((*missing, *self._contacts.problems))
             self._out.put(Waiting(f"no contact answers ({listed}): waiting for one; check addresses and firewalls"))
 

@@ -233,7 +233,8 @@ class Agent:
             fields = {"member": name, "reason": change.reason, "proof": change.proof}
             self.events.emit("member_dead", f"node {name} is gone: {change.reason}", **fields)
             if self._view and self._view.place_of(change.member.key) is not None:
-                self._ranks.abort(self._view.round, f"node {name} is gone: {change.reason}", tell_others=False)
+                reason = f"node {name} is gone: {change.reason}"
+                self._ranks.abort(self._view.round, reason, tell_others=False, said=True)
         else:
             if self._ranks.info is not None and not self._ranks.round_is_over:
                 self._waiting.end()  # back before anything was given up

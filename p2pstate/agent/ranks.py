@@ -197,13 +197,13 @@ class Ranks:
         fields = {"rank": rank, "local_rank": local_rank, "pid": spare.pid, "warm": True}
         self._events.emit("worker_started", f"rank {rank} is pid {spare.pid}", **fields)
 
-    def abort(self, round_: int, reason: str, *, tell_others: bool) -> None:
-        """Free every worker of this round. Idempotent."""
+    def abort(self, round_: int, reason: str, *, tell_others: bool, said: bool = False) -> None:
+        """Free every worker of this round. Idempotent. ``said``: a person has read the reason already."""
         if self.info is None or round_ != self.info.epoch or self.round_is_over:
             return
         self._aborted_round = round_
         self.on_over(round_)
-        self._events.emit("abort", f"round {round_} is over: {reason}", round=round_, reason=reason)
+        self._events.emit("abort", "" if said else f"interrupted: {reason}", round=round_, reason=reason)
         if tell_others:
             self._node.broadcast("abort", [round_, reason])
         for worker in self._supervisor.assigned():

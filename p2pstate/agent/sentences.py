@@ -33,7 +33,7 @@ class Sentences:
         if kind == "resized":
             return "; ".join(["another number of ranks", *fields["said"]])
         if kind == "resolved":
-            found = "nothing can be resumed: training starts anew"
+            found = "there is nothing on disk to resume: training starts anew"
             if fields["step"] is not None:
                 found = f"step {fields['step']} is resumed from {fields['path']}"
             return ", ".join([f"{fields['reason']}: {found}", *(f"skipped {each}" for each in fields["skipped"])])

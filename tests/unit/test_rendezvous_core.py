@@ -117,6 +117,17 @@ def test_lonely_node_reports_its_contacts_after_a_deadline() -> None:
     assert "node9:1: Name or service not known" in reason
 
 
+def test_node_that_lost_the_others_does_not_call_that_a_matter_of_firewalls() -> None:
+    bench = Bench()
+    bench.step(events.Contacts((member("b").address,)))
+    bench.know(member("b"))
+    bench.step(events.Tick(), 0.0)
+    bench.core.membership.apply(Update(member("b"), Status.GONE, 0, "connection refused", True, "b"), 1.0)
+    reasons = [e.reason for t in range(4, 40) for e in bench.step(events.Tick(), t / 2) if isinstance(e, Waiting)]
+    assert not bench.core.membership.records[member("b").key].live
+    assert not any(reason.startswith("no contact answers") for reason in reasons)
+
+
 def test_message_of_another_run_changes_nothing() -> None:
     bench = Bench()
     bench.step(events.Tick())
