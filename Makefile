@@ -34,6 +34,8 @@ bench: $(VENV)/ready
 	@$(BIN)/python bench/recovery.py --quick $(ARGS)
 	@$(BIN)/python bench/overhead.py --quick
 	@$(BIN)/python bench/rendezvous.py --quick
+	@$(BIN)/python bench/durable.py --quick
+	@$(BIN)/python bench/data.py --rounds 1 --seconds 0.2
 
 docs: $(VENV)/ready
 	@$(BIN)/python tools/docs.py build/docs

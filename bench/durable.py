@@ -56,10 +56,15 @@ def measure(form: str, num_bytes: int, args: argparse.Namespace, folder: Path) -
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--megabytes", type=int, nargs="+", default=[24, 96], help="of state, all ranks together")
-    parser.add_argument("--rounds", type=int, default=4, help="saves of each kind")
+    parser.add_argument("--quick", action="store_true", help="one small size, two saves of each kind")
+    parser.add_argument(
+        "--megabytes", type=int, nargs="+", help="of state, all ranks together (24 and 96; 8 with --quick)"
+    )
+    parser.add_argument("--rounds", type=int, help="saves of each kind (4; 2 with --quick)")
     parser.add_argument("--folder", type=Path, help="on the storage to measure (default: a temporary folder)")
     args = parser.parse_args()
+    args.megabytes = args.megabytes or ([8] if args.quick else [24, 96])
+    args.rounds = args.rounds or (2 if args.quick else 4)
     root = Path(tempfile.mkdtemp(prefix="p2pstate-durable-", dir=args.folder))
     results: list[dict[str, Any]] = []
     try:

@@ -72,7 +72,7 @@ def chosen(args: argparse.Namespace) -> list[Scenario]:
     if refused is not None and "ours_node_silent" in names:
         print(f"left out: ours_node_silent: {refused}")
         names = [name for name in names if name != "ours_node_silent"]
-    return [scenario for scenario in SCENARIOS if scenario.name in names]
+    return [scenario for scenario in SCENARIOS if scenario.name in names and scenario.is_installed]
 
 
 def ratio(result: dict[str, Any], name: str) -> float | None:

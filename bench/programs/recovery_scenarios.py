@@ -6,6 +6,7 @@ and of torchrun with DCP write events of the same form, so one timeline (example
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import sys
@@ -56,9 +57,9 @@ class Sizes:
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """``launcher``: p2prun, torchrun (with our backend), torchrun-preloaded (whose workers are forked with torch
-    imported), dcp (torchrun's c10d and DCP) or dcp-preloaded. ``victim``: worker, rehearsed (a worker that a rehearsed
-    process replaces), buddy (a worker whose own node's copy is damaged as well), node, or silent (a node without a
-    network)."""
+    imported), dcp (torchrun's c10d and DCP), dcp-preloaded or nvrx (NVRx's ft_launcher and DCP). ``victim``: worker,
+    rehearsed (a worker that a rehearsed process replaces), buddy (a worker whose own node's copy is damaged as well),
+    node, or silent (a node without a network)."""
 
     name: str
     launcher: str
@@ -68,11 +69,15 @@ class Scenario:
     @property
     def runs_any_script(self) -> bool:
         """Whether a script of the user's can be run, or the one that saves with DCP is measured."""
-        return self.launcher not in ("dcp", "dcp-preloaded")
+        return self.launcher == "p2prun" or self.has_our_backend
 
     @property
     def has_our_backend(self) -> bool:
         return self.launcher in ("torchrun", "torchrun-preloaded")
+
+    @property
+    def is_installed(self) -> bool:
+        return self.launcher != "nvrx" or importlib.util.find_spec("nvidia_resiliency_ext") is not None
 
     @property
     def num_spares(self) -> int:
@@ -89,6 +94,7 @@ SCENARIOS = (
     Scenario("torchrun_p2p_preloaded", "torchrun-preloaded", "worker", "the same with PYTHON_EXEC=p2pstate-python"),
     Scenario("torchrun_dcp", "dcp", "worker", "a worker; torchrun with c10d and dcp.async_save every 10 steps"),
     Scenario("torchrun_dcp_preloaded", "dcp-preloaded", "worker", "the same, workers forked with torch imported"),
+    Scenario("nvrx_launcher", "nvrx", "worker", "the same with NVRx's ft_launcher in place of torchrun"),
 )
 
 
@@ -125,9 +131,12 @@ class TorchrunCluster(Cluster):
         options += ["--rdzv-endpoint", endpoint, "--rdzv-backend", "p2p" if ours else "c10d"]
         if ours:
             options += ["--rdzv-conf", f"name={name},bind={address},last_call_timeout=0.5"]
-        program = (
-            [str(HERE / "recovery_elastic.py")] if launcher == "dcp-preloaded" else ["-m", "torch.distributed.run"]
-        )
+        program = ["-m", "torch.distributed.run"]
+        if launcher == "dcp-preloaded":
+            program = [str(HERE / "recovery_elastic.py")]
+        elif launcher == "nvrx":
+            program = ["-m", "nvidia_resiliency_ext.fault_tolerance.launcher"]
+            options += ["--ignore-missing-fault-tol-cfg"]
         return [sys.executable, *program, *options]
 
 
@@ -143,7 +152,7 @@ def start(scenario: Scenario, sizes: Sizes, folder: Path, seed: int) -> Cluster:
     out = folder / "out"
     out.mkdir(parents=True)
     common = ["--steps", "1000000", "--seed", str(seed), "--out", str(out), *sizes.arguments()]
-    if scenario.launcher in ("dcp", "dcp-preloaded"):
+    if not scenario.runs_any_script:
         script = [str(HERE / "recovery_dcp.py"), *common, "--events", str(folder / "run")]
         return TorchrunCluster(folder / "run", script, scenario, sizes)
     script = list(sizes.program) or [str(EXAMPLES / "train_gpt.py"), *common]
