@@ -240,6 +240,7 @@ class TrainingState:
     def _sorted(self, leaves: list[Leaf]) -> list[Leaf]:
         names = [leaf.name for leaf in leaves]
         if names != self._names:
+            _check_spelling(names)
             order = sorted(range(len(names)), key=names.__getitem__)
             for before, after in pairwise(order):
                 if names[before] == names[after]:
@@ -251,6 +252,14 @@ class TrainingState:
 
 def _numbered(word: str, count: int) -> list[str]:
     return [word] if count == 1 else [f"{word}{index}" for index in range(count)]
+
+
+def _check_spelling(names: Sequence[str]) -> None:
+    for name in names:
+        try:
+            name.encode()
+        except UnicodeEncodeError as error:
+            raise LeafError(ascii(name), f"is no name in Unicode ({error.reason})", "rename it") from None
 
 
 def _check_name(name: str, thing: Any) -> None:

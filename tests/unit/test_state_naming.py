@@ -342,3 +342,21 @@ def test_capture_of_extra_state_that_is_not_plain_is_refused_by_path() -> None:
     with pytest.raises(LeafError) as caught:
         state_of(nn.Sequential(BadExtra()))
     assert caught.value.name == "model/0._extra_state/f/0"
+
+
+def test_name_that_is_no_unicode_is_refused_and_any_other_kept() -> None:
+    model = nn.Module()
+    odd = ["ü ☃", "a/b", "a\nb", "x" * 70_000, "~", "-", "%s", "\\ud800"]
+    for number, name in enumerate(odd):
+        model.register_buffer(name, torch.full((2,), number))
+    state = state_of(model)
+    assert sorted(names(model)) == sorted(f"model/{name}" for name in odd)
+    image = image_of(state)
+    model.register_buffer("half \ud800", torch.ones(1))
+    with pytest.raises(LeafError, match=r"model/half \\ud800.*rename it"):
+        state_of(model)
+    del model._buffers["half \ud800"]
+    for buffer in model.buffers():
+        buffer.zero_()
+    restore(state_of(model), image)
+    assert [int(buffer[0]) for buffer in model.buffers()] == list(range(len(odd)))
