@@ -10,6 +10,7 @@ every Python half made here stays in a list (one for each epoch and clone, a few
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -62,26 +63,26 @@ class EpochStore(Store):
         return self._epoch
 
     def set(self, key: str, value: bytes | str) -> None:
-        self._request("set", [key, _bytes(value)])
+        self._request("set", [_text(key), _bytes(value)])
 
     def get(self, key: str) -> bytes:
         """The value, once somebody set it."""
-        return bytes(self._request("get", [key]))
+        return bytes(self._request("get", [_text(key)]))
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._request("add", [key, amount]))
+        return int(self._request("add", [_text(key), _number(amount)]))
 
     def compare_set(self, key: str, expected: bytes | str, desired: bytes | str) -> bytes:
-        return bytes(self._request("compare_set", [key, _bytes(expected), _bytes(desired)]))
+        return bytes(self._request("compare_set", [_text(key), _bytes(expected), _bytes(desired)]))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._request("wait", [list(keys)], timeout)
+        self._request("wait", [_texts(keys)], timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._request("check", [list(keys)]))
+        return bool(self._request("check", [_texts(keys)]))
 
     def delete_key(self, key: str) -> bool:
-        return bool(self._request("delete_key", [key]))
+        return bool(self._request("delete_key", [_text(key)]))
 
     def num_keys(self) -> int:
         return int(self._request("num_keys", []))
@@ -94,30 +95,30 @@ class EpochStore(Store):
         return self.num_keys()
 
     def append(self, key: str, value: bytes | str) -> None:
-        self._request("append", [key, _bytes(value)])
+        self._request("append", [_text(key), _bytes(value)])
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [bytes(value) for value in self._request("multi_get", [list(keys)])]
+        return [bytes(value) for value in self._request("multi_get", [_texts(keys)])]
 
     def multi_set(self, keys: Sequence[str], values: Sequence[bytes | str]) -> None:
-        self._request("multi_set", [list(keys), [_bytes(value) for value in values]])
+        self._request("multi_set", [_texts(keys), [_bytes(value) for value in values]])
 
     def list_keys(self) -> list[str]:
         """Keys that were set; not queues."""
         return [str(key) for key in self._request("list_keys", [])]
 
     def queue_push(self, key: str, value: bytes | str) -> None:
-        self._request("queue_push", [key, _bytes(value)])
+        self._request("queue_push", [_text(key), _bytes(value)])
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """The oldest value, which nobody else gets. QueueEmptyError if there is none and `block` is false."""
-        value = self._request("queue_pop", [key, bool(block)])
+        value = self._request("queue_pop", [_text(key), bool(block)])
         if value is None:
             raise QueueEmptyError(f"queue {key!r} is empty")
         return bytes(value)
 
     def queue_len(self, key: str) -> int:
-        return int(self._request("queue_len", [key]))
+        return int(self._request("queue_len", [_text(key)]))
 
     def has_extended_api(self) -> bool:
         return True
@@ -180,4 +181,35 @@ def worker_store(agent: str, epoch: int, prefix: str, timeout: timedelta | None)
 
 
 def _bytes(value: bytes | str) -> bytes:
-    return value.encode() if isinstance(value, str) else bytes(value)
+    if isinstance(value, str):
+        return _text(value).encode()
+    if isinstance(value, bytes | bytearray | memoryview):
+        return bytes(value)
+    raise StoreError(f"a store's value is a {type(value).__name__}: give bytes or a string")
+
+
+def _text(value: bytes | str) -> str:
+    """A key, or a value that is text. StoreError for what no message can carry."""
+    try:
+        if isinstance(value, bytes):
+            return value.decode()
+        value.encode()
+        return value
+    except (AttributeError, UnicodeError) as error:
+        raise StoreError(f"{value!r:.100} in a store's call: give text that UTF-8 can say ({error})") from error
+
+
+def _texts(keys: Sequence[bytes | str]) -> list[str]:
+    if isinstance(keys, str | bytes):
+        raise StoreError(f"{keys!r:.100} in a store's call: give a list of keys")
+    return [_text(key) for key in keys]
+
+
+def _number(amount: int) -> int:
+    try:
+        number: int = operator.index(amount)
+    except TypeError:
+        number = 1 << 64
+    if not -(2**63) <= number < 2**63:
+        raise StoreError(f"a counter of a store goes by whole numbers of 64 bits, not by {amount!r:.100}")
+    return number

@@ -11,9 +11,10 @@ import itertools
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from rendezvous.types import Member, MemberKey
+from rendezvous.types import Member, MemberKey, StoreReply
 
 Part: TypeAlias = tuple[Member, list[Any], list[int]]  # owner, arguments, positions of the results
+MAX_ANSWER_BYTES = 15 << 20  # of several values together
 OF_ALL_OWNERS = ("num_keys", "list_keys")
 PUSH, TAKE_BACK = "push", "take_back"  # between members only; see store_copies.py
 
@@ -86,3 +87,12 @@ def combine(op: str, results: list[Any]) -> Any:
             return None
         case _:
             return results[0]
+
+
+def bounded(reply: StoreReply) -> StoreReply:
+    """The same, or an error in place of more than one message may carry."""
+    num_bytes = sum(map(len, reply.value)) if isinstance(reply.value, list) else 0
+    if num_bytes <= MAX_ANSWER_BYTES:
+        return reply
+    text = f"the answer has {num_bytes} bytes, and at most {MAX_ANSWER_BYTES} are given at once: ask for fewer keys"
+    return StoreReply(False, error=text)

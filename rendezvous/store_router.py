@@ -19,7 +19,18 @@ from typing import Any, TypeAlias
 
 from rendezvous.messages import StoreCall, StoreResult
 from rendezvous.store_copies import Copies, Pushed
-from rendezvous.store_parts import OF_ALL_OWNERS, PUSH, TAKE_BACK, Part, combine, fits, names, owner_of, split
+from rendezvous.store_parts import (
+    OF_ALL_OWNERS,
+    PUSH,
+    TAKE_BACK,
+    Part,
+    bounded,
+    combine,
+    fits,
+    names,
+    owner_of,
+    split,
+)
 from rendezvous.store_shard import ENDED, Replies, StoreShard
 from rendezvous.types import Member, MemberKey, StoreReply, View
 
@@ -166,7 +177,7 @@ class StoreRouter:
         token = (self._me, number)
         replies = self._do(token, op, part[1], deadline_s, now)
         if replies and replies[0][0] == token:
-            reply(replies.pop(0)[1])
+            reply(bounded(replies.pop(0)[1]))
         else:
             self._register(number, _Request(op, reply, [None] * len(part[2])), part, deadline_s, now)
         self._answer(replies)
@@ -231,7 +242,17 @@ class StoreRouter:
         else:
             assert self._view is not None
             left_s = max(0.0, call.deadline_s - now)
-            self._send(call.owner, StoreCall(number, self._view.round, call.op, call.args, left_s))
+            refused = self._sent(call.owner, StoreCall(number, self._view.round, call.op, call.args, left_s))
+            if refused:
+                self._finish(number, StoreReply(False, error=f"store {call.op}: {refused}"))
+
+    def _sent(self, to: Member, message: StoreCall | StoreResult) -> str:
+        """Empty, or why this can be no message: what callers put into a store is not ours to choose."""
+        try:
+            self._send(to, message)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def _call_shard(self, token: Token, op: str, args: list[Any], deadline_s: float, now: float) -> Replies:
         """One operation on keys of this member's own, once nobody has copies of what it changes."""
@@ -255,7 +276,7 @@ class StoreRouter:
             self._pushed.push(to_push)
             push = StoreCall(0, self._view.round, PUSH, [list(to_push), list(to_push.values())], 0.0)
             for place in self._others():
-                self._send(place, push)
+                self._sent(place, push)  # what is too large to be pushed is asked for
         return replies
 
     def _others(self) -> list[Member]:
@@ -274,7 +295,8 @@ class StoreRouter:
         for number, part in calls:
             self._register(number, request, part, now + _TAKE_BACK_S, now)
         for number, _ in calls:
-            self._issue(number, self._calls[number], now)
+            if number in self._calls:
+                self._issue(number, self._calls[number], now)
 
     def _on_call(self, sender: MemberKey, call: StoreCall, now: float) -> None:
         token = (sender, call.call)
@@ -311,7 +333,10 @@ class StoreRouter:
             member = self._members.get(caller)
             if member is not None:
                 result = StoreResult(number, reply.ok, reply.value, reply.error, reply.ended, reply.timed_out)
-                self._send(member, result)
+                refused = self._sent(member, result)
+                if refused:
+                    text = f"the answer is too large: {refused}. Ask for fewer keys at once"
+                    self._send(member, StoreResult(number, False, None, text, False, False))
 
     def _finish(self, number: int, reply: StoreReply) -> None:
         call = self._calls.pop(number, None)
@@ -332,4 +357,4 @@ class StoreRouter:
         for position, value in zip(positions, values, strict=True):
             request.results[position] = value
         if not request.calls:
-            request.reply(StoreReply(True, combine(request.op, request.results)))
+            request.reply(bounded(StoreReply(True, combine(request.op, request.results))))

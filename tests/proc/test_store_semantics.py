@@ -359,6 +359,24 @@ def test_barrier_of_new_groups_passes_when_all_have_come(stores: list[dist.Store
     soon(*(lambda rank=rank: arrive(rank) for rank in range(NUM_CLIENTS)))
 
 
+def test_arguments_that_no_message_can_carry_are_errors_of_the_caller_alone(nodes: list[Node]) -> None:
+    store = EpochStore(NodeChannel(nodes[0]), 1, LONG)
+    for call in (
+        lambda: store.set("\ud800", "1"),
+        lambda: store.set("odd", "\ud800"),
+        lambda: store.set("odd", 5),  # type: ignore[arg-type]
+        lambda: store.wait("odd"),
+        lambda: store.add("odd", 2**70),
+        lambda: store.add("odd", 1.5),  # type: ignore[arg-type]
+        lambda: store.set("odd", bytes(20 << 20)),
+        lambda: store.multi_set([f"odd{n}" for n in range(9)], [bytes(6 << 20)] * 9),
+    ):
+        with pytest.raises(dist.DistStoreError):
+            call()
+    store.set(b"odd", bytearray(b"1"))  # type: ignore[arg-type]
+    assert [EpochStore(NodeChannel(node), 1, LONG).get("odd") for node in nodes] == [b"1"] * len(nodes)
+
+
 def test_end_of_the_round_frees_every_kind_of_wait_at_once(nodes: list[Node]) -> None:
     """Last, because it ends the store of this file."""
     view = nodes[0].view

@@ -232,6 +232,36 @@ def test_wrong_arguments_are_refused_before_anything_is_sent() -> None:
     assert cluster.sent == []
 
 
+def test_what_is_too_large_for_a_message_is_an_error_for_who_asked_and_no_crash() -> None:
+    cluster = Cluster("abc")
+    cluster.enter(view_of("abc"))
+    (theirs,), (mine,) = keys_owned_by("b", "abc", 1), keys_owned_by("a", "abc", 1)
+
+    def too_large(message: StoreCall | StoreResult) -> bool:
+        content = message.args if isinstance(message, StoreCall) else message.value
+        if "x" * 100 in str(content):
+            raise ValueError("it has 117 bytes")
+        return False
+
+    cluster.ask("b", "set", theirs, b"x" * 100)
+    cluster.ask("b", "compare_set", theirs, b"x" * 100, b"x" * 101)  # nobody has copies any more
+    cluster.lose = too_large
+    (reply,) = cluster.ask("a", "get", theirs)
+    assert not reply.ok
+    assert "the answer is too large: it has 117 bytes" in reply.error
+    (reply,) = cluster.ask("a", "multi_set", [mine, theirs], [b"1", b"x" * 100])
+    assert not reply.ok
+    assert "store multi_set: it has 117 bytes" in reply.error
+    assert cluster.ask("a", "check", [mine])[0].ok
+    cluster.lose = lambda _: False
+    keys = keys_owned_by("a", "abc")
+    for key in keys:
+        cluster.ask("a", "set", key, b"x" * (6 << 20))
+    for asking in "ab":
+        (reply,) = cluster.ask(asking, "multi_get", keys)
+        assert "ask for fewer keys" in reply.error
+
+
 def test_nonsense_from_an_owner_is_an_error_and_no_crash() -> None:
     cluster = Cluster("ab")
     cluster.enter(view_of("ab"))
