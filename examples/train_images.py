@@ -5,6 +5,7 @@ workers; what augmentation draws is a function of seed, epoch and image. Model, 
 together every --save-every steps; a next start continues, bit for bit. It runs alone, without a process group:
 p2pstate.data is usable in any PyTorch program.
 
+    pip install 'p2pstate[images,plot]'
     python train_images.py --make memory://pictures --out runs/images     # pictures cut from one that matplotlib ships
 """
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -61,7 +63,13 @@ def run_tool(argv: Sequence[str] | None) -> int:
     if options.command is None:
         parser.print_help()
         return 0
-    return COMMANDS[options.command](options)
+    try:
+        code = COMMANDS[options.command](options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has read enough, such as head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    return code
 
 
 def _keygen(options: argparse.Namespace) -> int:

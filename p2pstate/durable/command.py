@@ -78,6 +78,8 @@ def run_checkpoints(options: argparse.Namespace) -> int:
             there = ", ".join(each.name for each in found) or "nothing"
             raise ValueError(f"no checkpoint called {unknown[0]} in {options.path} (there is: {there})")
         return actions[options.action](options, found)
+    except BrokenPipeError:
+        raise
     except (ValueError, OSError, ImportError) as error:
         print(f"p2pstate checkpoints: {error}", file=sys.stderr)
         return 1

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +42,21 @@ def test_p2prun_without_a_script_says_so_in_a_few_lines(capsys: pytest.CaptureFi
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == "p2prun: error: the following arguments are required: script"
     assert len(lines) < 5
+
+
+def test_command_whose_reader_leaves_ends_without_a_word(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-c",
+        "import sys; from p2pstate.cli import main; sys.exit(main())",
+        "verdict",
+        str(tmp_path),
+    ]
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing) as out:
+        ended = subprocess.run(command, stdout=out, stderr=subprocess.PIPE, timeout=60)
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, b"")
 
 
 @pytest.mark.parametrize("command", [[], ["--help"], ["chaos", "--help"], ["doctor", "--help"]])
