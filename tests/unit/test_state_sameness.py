@@ -11,9 +11,9 @@ import torch
 from state_zoo import Codes
 from torch import nn
 
-from p2pstate.capture import Capturer
-from p2pstate.slots import HEADER_BYTES
-from p2pstate.state import Leaf, TrainingState
+from p2pstate.capture import Capturer, read_image
+from p2pstate.slots import HEADER_BYTES, digest_of
+from p2pstate.state import Leaf, LeafError, TrainingState
 from p2pstate.state.sameness import SameMemory
 from p2pstate.types import Version
 
@@ -162,3 +162,52 @@ def test_plain_model_of_more_than_a_thousand_parameters_ships_less_than_64_kib()
     own, *_ = Capturer(link, 0, (0, 1)).capture(type(found)(leaves, found.values, {}), Version(0, 1), None)
     assert own.part.kind == "own"
     assert own.num_bytes < MAX_PAYLOAD_BYTES / 2
+
+
+def memory_swapped(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    model.weight.data = torch.full_like(model.weight, 5.0)
+
+
+def state_swapped(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    average = optimizer.state[model.weight]["exp_avg"]
+    average.data = torch.full_like(average, 6.0)
+
+
+def half(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    model.half()
+
+
+def put_elsewhere(model: nn.Linear, optimizer: torch.optim.Optimizer) -> None:
+    before, model.weight = model.weight, nn.Parameter(torch.full_like(model.weight, 7.0))
+    optimizer.param_groups[0]["params"][0] = model.weight
+    optimizer.state[model.weight] = optimizer.state.pop(before)
+
+
+@pytest.mark.parametrize("change", [memory_swapped, state_swapped, half, put_elsewhere])
+def test_large_leaves_in_other_memory_are_captured_from_there(
+    change: Callable[[nn.Linear, torch.optim.Optimizer], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    model = nn.Linear(1024, 600)  # more than is copied and hashed at once
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 1024)).sum().backward()
+    optimizer.step()
+    state, link = TrainingState([model], [optimizer], {}, rng=False), Memory()
+    capturer = Capturer(link, 0, (0,))  # type: ignore[arg-type]
+    for step in range(4):
+        if step == 2:
+            change(model, optimizer)
+        found = state.collect()
+        (image,) = capturer.capture(found, Version(1, step), Version(1, step - 1))
+        assert image.digest == digest_of(image.body[:])
+        tensors, _ = read_image(torch.frombuffer(image.body, dtype=torch.uint8))
+        assert tensors.keys() == {leaf.name for leaf in found.leaves}
+        for leaf in TrainingState([model], [optimizer], {}, rng=False).collect().leaves:
+            assert torch.equal(tensors[leaf.name], leaf.tensor), leaf.name
+
+
+def test_parameter_that_the_optimizer_does_not_follow_is_refused_by_name() -> None:
+    job = Job()
+    job.linear.weight = nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(LeafError, match="holds a parameter of shape"):
+        job.state.collect()
