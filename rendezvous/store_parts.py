@@ -26,7 +26,7 @@ def owner_of(key: str, places: tuple[Member, ...]) -> Member:
         text = f"{member.name}\0{member.incarnation}\0{key}"
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
-    return max(places, key=weight)
+    return places[0] if len(places) == 1 else max(places, key=weight)
 
 
 def names(args: list[Any]) -> str:
