@@ -149,6 +149,10 @@ class Ranks:
             else:
                 self._supervisor.kill(worker)
         self.fill()
+        missing = [rank for rank in self.mine if self._supervisor.of_rank(rank) is None]
+        if missing:
+            ranks = ", ".join(map(str, missing))
+            self._events.emit("workers_starting", f"rank {ranks}: waiting for a process that has imported torch")
 
     def fill(self) -> None:
         """Give every rank of this node that no process holds to a spare, as far as spares are ready."""

@@ -17,6 +17,22 @@ def view(round_: int) -> View:
     return View("nonce", round_, round_, (MEMBER,), (), (), "because", {"start": Start.IN_PLACE, "step": 3})
 
 
+def test_rank_whose_process_is_not_ready_is_said_to_wait_for_it() -> None:
+    node, supervisor, events, job = MagicMock(), MagicMock(), MagicMock(), MagicMock(num_workers=1)
+    node.key = MEMBER.key
+    supervisor.assigned.return_value = []
+    supervisor.of_rank.return_value = supervisor.spare.return_value = None
+    ending: Any = MagicMock(ended=False, closing=False)
+    rehearsals = MagicMock()
+    rehearsals.take.return_value = None
+    ranks = Ranks(node, supervisor, events, rehearsals, MagicMock(), job, ending)
+    ranks._budget = MagicMock()
+    ranks._budget.round_begins.return_value = ""
+    assert ranks.on_view(view(1))
+    ranks.begin(view(1), Start.IN_PLACE, 0.0)
+    events.emit.assert_called_once_with("workers_starting", "rank 0: waiting for a process that has imported torch")
+
+
 def test_worker_in_a_round_that_nobody_called_over_is_freed_from_it_before_it_hears_of_the_next() -> None:
     node, supervisor, job = MagicMock(), MagicMock(), MagicMock(num_workers=1)
     node.key = MEMBER.key
