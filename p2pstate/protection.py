@@ -118,6 +118,11 @@ class Protection:
         """For the ballot: the newest version of which all that this rank writes is complete, its wards' copies too."""
         return self._shipper.complete
 
+    @property
+    def alike(self) -> bool:
+        """For the ballot. With ``verify_replicas`` what differs is corruption, and others look for it."""
+        return self._shipper.alike or self.settings.verify_replicas > 0
+
     def save_vote(self, step: int) -> int:
         """For the ballot on ``step``: see saving.py."""
         return NOT_DUE if self._saving is None else self._saving.vote(step)
@@ -134,6 +139,9 @@ class Protection:
 
     def committed(self, step: int, voted: Ballot) -> None:
         """``step`` is committed; decide, as all ranks do, whether its state becomes a version."""
+        if not voted.alike:
+            self.replicas.reconfirm()
+            self._shipper.alike = True
         before = self._course
         self._course = self._after(step, voted)
         if self._course.every != before.every:

@@ -87,6 +87,10 @@ class Replicas:
         """What differs now was never alike."""
         return self._num_left > 0
 
+    def reconfirm(self) -> None:
+        """Ranks have trained apart since: compare the next state, and ship what differs."""
+        self._num_left = max(self._num_left, 1)
+
     def is_due(self, step: int) -> bool:
         return self.confirming or (self._every > 0 and step % self._every == 0)
 

@@ -77,6 +77,7 @@ class Shipper:
         self._job: _Job | None = None
         self._complete = OLDEST
         self._cancelled = False
+        self.alike = True  # no copy of a ward has shown yet that what it shares with this rank differs
         self._thread = threading.Thread(target=self._run, name="p2pstate-shipper", daemon=True)
         self._thread.start()
 
@@ -191,6 +192,7 @@ class Shipper:
         return self._ward_slots[ward].target(num_bytes, keep)
 
     def differ(self, part: Part, other: int, version: Version) -> None:
+        self.alike = False
         self._link.send("event", kind="replicas_differ", part=str(part), other=other, version=list(version))
 
 

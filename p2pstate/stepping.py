@@ -212,7 +212,8 @@ class Stepping:
         protected = protection.complete()
         spoilt = NO_RANK if finite else REGISTRY.rank
         need = -protection.need_vote(self.step_s)
-        ballot = Ballot(int(boundary), int(ended), step, -step, *protected, protection.save_vote(step), spoilt, need)
+        seen = protection.save_vote(step), spoilt, need, int(protection.alike)
+        ballot = Ballot(int(boundary), int(ended), step, -step, *protected, *seen)
         result = vote(REGISTRY, STATUS, ballot, timeout_s)
         if result is not None and result.step != -result.neg_step:
             STATUS.fail(P2PStateError("ranks do not agree on the step: some have left the loop, others go on"))

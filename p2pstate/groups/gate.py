@@ -42,6 +42,7 @@ class Ballot:
     ``save``: whether a version should go to disk (see saving.py).
     ``neg_need``: minus the thousandths of a step that this rank needs from one version to the next (interval.py): the
     smallest is the largest need.
+    ``alike``: 0 if this rank has seen that what it holds alike with others is not alike any more.
     """
 
     boundary: int
@@ -53,6 +54,7 @@ class Ballot:
     save: int = 2
     spoilt_rank: int = NO_RANK
     neg_need: int = 0
+    alike: int = 1
 
 
 _VALUES = attrgetter(*(field.name for field in fields(Ballot)))

@@ -117,3 +117,43 @@ def test_bytes_that_change_in_one_of_three_replicas_end_the_run_when_asked_to(
     (told,) = [event for event in events if event["event"] == "replicas_compared"]
     assert (told["ranks"], told["done"]) == ([1], "stopped")
     assert "Corrupted: silent corruption? step 9: model/bias (and 2 more) of rank 1" in printed(tmp_path)
+
+
+LOCAL_STEPS = """
+import os, signal, sys, torch, torch.distributed as dist, p2pstate
+from contextlib import nullcontext
+p2pstate.init_process_group()
+rank = dist.get_rank()
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+state = p2pstate.Replicator(model, optimizer)
+def train_step():
+    step = state.committed_step + 1
+    with nullcontext() if step < 5 else model.no_sync():
+        model(torch.full((2, 4), float(rank + step))).sin().sum().backward()
+    if step == 9 and rank == 1 and sys.argv[1] != "-" and not (state.rehearsing or os.path.exists(sys.argv[1])):
+        open(sys.argv[1], "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step(); optimizer.zero_grad()
+for _ in state.run(train_step, steps=11):
+    pass
+print(f"end of rank {rank}:", model.module.weight.tolist(), optimizer.state[model.module.bias])
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_train_apart_after_some_steps_get_their_own_state_back(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(LOCAL_STEPS)
+    ends = []
+    for name in ("-", "killed"):
+        folder = tmp_path / f"of {name}"
+        folder.mkdir()
+        train(folder, [str(script), name if name == "-" else str(folder / name)], fork_server, (2, 2), 0)
+        ends.append(sorted(line for line in printed(folder).splitlines() if line.startswith("end of rank ")))
+    assert (folder / "killed").exists()
+    assert len(set(ends[0])) == 4
+    assert ends[0] == ends[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -93,6 +94,24 @@ def test_after_the_first_steps_what_differs_is_reported_and_stays_shared() -> No
     states[1] = collected(1, weight=2.0, sets=sets)
     assert compare_all(replicas, states) == [[Difference(ALL, (1,), ("model/a",))]] * 3
     assert replicas[0].applied(states[0]) is states[0]
+
+
+def test_ranks_that_begin_to_train_apart_have_leaves_of_their_own_from_then_on() -> None:
+    replicas, sets = [Replicas(rank, 0) for rank in ALL], {"model/a": ALL, "model/b": ALL}
+    states = [collected(rank, sets=sets) for rank in ALL]
+    for _ in range(NUM_CONFIRMATIONS):
+        compare_all(replicas, states)
+    assert not replicas[0].is_due(4)
+    for each in replicas:
+        each.reconfirm()
+    assert all(each.is_due(4) and each.confirming for each in replicas)
+    states = [
+        replace(each, leaves=each.leaves[:1] + collected(rank, weight=rank, sets=sets).leaves[1:])
+        for rank, each in enumerate(states)
+    ]
+    assert compare_all(replicas, states) == [[Difference(ALL, ALL, ("model/b",))]] * 3
+    assert [leaf.holders for leaf in replicas[1].applied(states[1]).leaves] == [ALL, (1,), (1,)]
+    assert not replicas[0].is_due(5)
 
 
 def test_rank_that_joins_learns_from_those_that_were_there() -> None:
