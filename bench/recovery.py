@@ -10,6 +10,7 @@ that one lost step per failure gives. Exit code 1 if a scenario failed.
 
 import argparse
 import json
+import os
 import random
 import shutil
 import signal
@@ -24,6 +25,7 @@ HERE = Path(__file__).resolve().parent
 # Before this folder, which has a `rendezvous`, too.
 sys.path[:0] = [str(HERE / "programs"), str(HERE.parent), str(HERE.parent / "examples")]
 
+from recovery_allocation import Allocation, Run, fits, take_part  # noqa: E402
 from recovery_scenarios import (  # noqa: E402
     NUM_NODES,
     SCENARIOS,
@@ -34,6 +36,7 @@ from recovery_scenarios import (  # noqa: E402
     load_average,
     measure,
     under_failures,
+    watch,
 )
 
 from namespaces import why_not  # noqa: E402
@@ -97,12 +100,28 @@ def arguments() -> argparse.Namespace:
         help="measure this script, which has a Replicator and goes on until it is ended, in place of the example; "
         "arguments of its own stand after --. Without what needs torchrun and DCP",
     )
+    parser.add_argument(
+        "--allocation",
+        type=Path,
+        metavar="FOLDER",
+        help="on several hosts: give the same command on each of them, with a new folder that all see, "
+        "P2PSTATE_CONTACTS (an address per host, in one order), P2PSTATE_KEY_FILE, and P2PSTATE_HOST_INDEX unless "
+        "Slurm says which host this is. The first host injects the faults and prints the result; p2prun's scenarios "
+        "only, and those that kill a node with three hosts or more",
+    )
     parser.add_argument("script_args", nargs="*", metavar="ARGUMENT", help="of --script")
     args = parser.parse_args()
     if args.script_args and not args.script:
         parser.error(f"{args.script_args[0]}: arguments go to a --script, and there is none")
     if args.script and not Path(args.script).is_file():
         parser.error(f"--script {args.script}: there is no such file")
+    if args.allocation:
+        try:
+            Allocation.from_env(args.allocation, os.environ)
+        except ValueError as error:
+            parser.error(f"--allocation: {error}")
+        if args.every:
+            parser.error("--every: not in an allocation")
     if args.ranks < NUM_NODES or args.ranks % NUM_NODES:
         parser.error(f"--ranks {args.ranks}: an even number, for {NUM_NODES} nodes")
     return args
@@ -111,17 +130,28 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     args = arguments()
     sizes, rng = sizes_of(args), random.Random(args.seed)
+    allocation = Allocation.from_env(args.allocation, os.environ) if args.allocation else None
     incidents: dict[str, list[Incident]] = {}
     failed: list[str] = []
     folder = Path(tempfile.mkdtemp(prefix="p2pstate-recovery-"))
     result: dict[str, Any] = {}
     try:
         scenarios = chosen(args)
-        for number in range(args.kills or (1 if args.quick else 5)):
-            for scenario in scenarios:
+        num_kills = args.kills or (1 if args.quick else 5)
+        if allocation is not None:
+            scenarios = [scenario for scenario in scenarios if fits(scenario, allocation, sizes.num_ranks)]
+            if allocation.index > 0:
+                take_part(allocation, scenarios, sizes, num_kills)
+                return 0
+        for number in range(num_kills):
+            for place, scenario in enumerate(scenarios):
                 here = folder / f"{scenario.name}-{number}"
                 try:
-                    (found,) = measure(scenario, sizes, here, 1, rng)
+                    if allocation is not None:
+                        started = Run(allocation, scenario, sizes, number * len(scenarios) + place, seed=number)
+                        (found,) = watch(started, scenario, sizes, 1, rng)
+                    else:
+                        (found,) = measure(scenario, sizes, here, 1, rng)
                 except ScenarioFailed as error:
                     failed.append(str(error))
                     print(f"FAILED {error}", flush=True)

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -174,7 +175,7 @@ def start(scenario: Scenario, sizes: Sizes, folder: Path, seed: int) -> Cluster:
 class Watched:
     """A run and its timeline. Raises ScenarioFailed from :meth:`look` when nothing is heard any more."""
 
-    def __init__(self, scenario: Scenario, sizes: Sizes, cluster: Cluster) -> None:
+    def __init__(self, scenario: Scenario, sizes: Sizes, cluster: Any) -> None:
         self.timeline = Timeline(sizes.num_ranks)
         self._scenario = scenario
         self._cluster = cluster
@@ -201,7 +202,12 @@ class Watched:
 
 def measure(scenario: Scenario, sizes: Sizes, folder: Path, num_kills: int, rng: random.Random) -> list[Incident]:
     """One run with so many kills, one after the other. Raises ScenarioFailed."""
-    with start(scenario, sizes, folder, seed=rng.randrange(1 << 16)) as cluster:
+    return watch(start(scenario, sizes, folder, seed=rng.randrange(1 << 16)), scenario, sizes, num_kills, rng)
+
+
+def watch(started: Any, scenario: Scenario, sizes: Sizes, num_kills: int, rng: random.Random) -> list[Incident]:
+    """The same of a run that has been started: a Cluster, or recovery_allocation's Run."""
+    with started as cluster:
         run = Watched(scenario, sizes, cluster)
         timeline = run.timeline
         due = STEPS_BEFORE_KILL
@@ -227,7 +233,7 @@ def is_ready(scenario: Scenario, timeline: Timeline) -> bool:
     return not scenario.num_spares or bool(timeline.spares)
 
 
-def kill(scenario: Scenario, cluster: Cluster, timeline: Timeline, rng: random.Random) -> None:
+def kill(scenario: Scenario, cluster: Any, timeline: Timeline, rng: random.Random) -> None:
     """What the scenario kills, and the timeline's word of it."""
     if scenario.num_spares:
         node = rng.choice(sorted(set(timeline.nodes.values())))
@@ -239,9 +245,16 @@ def kill(scenario: Scenario, cluster: Cluster, timeline: Timeline, rng: random.R
         victims, what = {rank}, f"rank {rank}"
         killed_at = cluster.kill_process(timeline.pids[rank])
         if scenario.victim == "buddy":
-            damage_own_copies(cluster.nodes[timeline.nodes[rank]].process.pid, rank)
+            damage(cluster, rank, timeline.nodes[rank])
     event = {"event": "injected", "kind": scenario.victim, "what": what, "t": killed_at, "victims": sorted(victims)}
     timeline.add([event])
+
+
+def damage(cluster: Any, rank: int, node: str) -> None:
+    if isinstance(cluster, Cluster):
+        damage_own_copies(cluster.nodes[node].process.pid, rank)
+    else:
+        cluster.damage(rank, node)
 
 
 def damage_own_copies(agent_pid: int, rank: int) -> None:

@@ -14,7 +14,8 @@ from timeline import Timeline
 sys.path.append(str(Path(__file__).resolve().parents[2] / "bench"))
 
 import recovery
-from recovery_scenarios import Incident, damage_own_copies, incident
+import recovery_allocation
+from recovery_scenarios import SCENARIOS, Incident, damage_own_copies, incident
 
 
 def test_summary_tells_median_worst_and_the_phases_of_all() -> None:
@@ -103,3 +104,22 @@ def test_script_of_the_user_is_measured_where_no_other_way_to_save_is_needed(
     with pytest.raises(SystemExit):
         recovery.arguments()
     assert "there is no such file" in capsys.readouterr().err
+
+
+def test_hosts_of_an_allocation_measure_what_they_are_enough_for(tmp_path: Path) -> None:
+    env = {"P2PSTATE_CONTACTS": "a:1, b:1,c:1", "SLURM_NODEID": "2"}
+    three = recovery_allocation.Allocation.from_env(tmp_path, env)
+    assert (three.contacts, three.index) == (("a:1", "b:1", "c:1"), 2)
+    two = recovery_allocation.Allocation.from_env(
+        tmp_path, {"P2PSTATE_CONTACTS": "a:1,b:1", "P2PSTATE_HOST_INDEX": "0"}
+    )
+    fitting = {
+        len(each.contacts): [s.name for s in SCENARIOS if recovery_allocation.fits(s, each, 6)] for each in (two, three)
+    }
+    assert fitting == {
+        2: ["ours_warm", "ours_cold", "ours_buddy"],
+        3: ["ours_warm", "ours_cold", "ours_buddy", "ours_node"],
+    }
+    for missing in ({"P2PSTATE_CONTACTS": "a:1,b:1"}, {**env, "SLURM_NODEID": "3"}, {"SLURM_NODEID": "0"}):
+        with pytest.raises(ValueError, match="P2PSTATE_HOST_INDEX"):
+            recovery_allocation.Allocation.from_env(tmp_path, missing)
