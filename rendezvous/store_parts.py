@@ -16,6 +16,7 @@ from rendezvous.types import Member, MemberKey, StoreReply
 Part: TypeAlias = tuple[Member, list[Any], list[int]]  # owner, arguments, positions of the results
 MAX_ANSWER_BYTES = 15 << 20  # of several values together
 OF_ALL_OWNERS = ("num_keys", "list_keys")
+WAITING = ("get", "wait", "multi_get", "queue_pop")  # until somebody sets the keys
 PUSH, TAKE_BACK = "push", "take_back"  # between members only; see store_copies.py
 
 

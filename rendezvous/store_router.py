@@ -23,6 +23,7 @@ from rendezvous.store_parts import (
     OF_ALL_OWNERS,
     PUSH,
     TAKE_BACK,
+    WAITING,
     Part,
     bounded,
     combine,
@@ -217,6 +218,8 @@ class StoreRouter:
                 continue
             if call.deadline_s <= now:
                 text = f"{call.owner.name} gave no answer about {names(call.args)} in time"
+                if call.op in WAITING:
+                    text += ": nobody set it, or that node is silent"
                 self._finish(number, StoreReply(False, error=text, timed_out=True))
             elif call.resend_s <= now:
                 call.resend_s = now + self._resend_s
