@@ -79,7 +79,17 @@ class History:
 
 
 def make_history(events: Sequence[Event]) -> History:
-    """``events``: at least one."""
+    """``events``: at least one. Raises ValueError for events that no agent of this release has written."""
+    try:
+        return _history(events)
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(
+            f"the run's events are damaged, or of another release of p2pstate ({error!r}): restore its directory, or "
+            "use the release that wrote it"
+        ) from error
+
+
+def _history(events: Sequence[Event]) -> History:
     ledger = Ledger()
     ledger.add_all(events)
     # Several agents tell of one verdict: of the run's, the first; a node that left alone has not ended the run.

@@ -145,6 +145,12 @@ def test_history_sums_up_a_run(history: History) -> None:
     assert history.num_starts == 1
 
 
+def test_history_of_damaged_events_says_so() -> None:
+    for event in ({"t": 1.0, "event": "step", "clock": {}, "rank": 0}, {"t": 1.0, "event": "agent_started"}):
+        with pytest.raises(ValueError, match="events are damaged"):
+            make_history([event])
+
+
 def test_page_is_well_formed_needs_nothing_from_elsewhere_and_tells_the_story(history: History) -> None:
     page = as_html(history, "Run 1")
     root = ElementTree.fromstring(
