@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,7 +15,7 @@ import pytest
 from kubernetes_models import check, find
 
 from p2pstate import errors
-from p2pstate.cli import _parser
+from p2pstate.cli import _parser, main
 
 yaml = pytest.importorskip("yaml")
 
@@ -139,3 +142,26 @@ def test_manifests_describe_the_same_pods() -> None:
                 del entry["valueFrom"]
         pods.append(pod)
     assert pods[0] == pods[1] == pods[2]
+
+
+def test_memory_on_the_page_is_what_plan_computes(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "kubernetes.md").read_text()
+    (command,) = re.findall(r"^    (p2pstate plan .*)$", page, re.MULTILINE)
+    (shown,) = re.findall(r"form of a request \(`(\w+)`\)", page)
+    assert main([*shlex.split(command)[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["pod_memory"] == shown
+
+
+@pytest.mark.parametrize("variant", [*VARIANTS, "operator"])
+def test_memory_of_the_example_holds_the_copies_that_plan_computes(
+    variant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The example has fewer than 10 million parameters. Request and limit are the same, so nobody else takes it."""
+    assert main(["plan", "--gpus", "2", "--gpus-per-node", "1", "--mtbf", "10000", "--params", "0.01B", "--json"]) == 0
+    needed = json.loads(capsys.readouterr().out)["host_bytes_per_node"]
+    manifests = (
+        objects(variant) if variant != "operator" else [yaml.safe_load((FOLDER / variant / "run.yaml").read_text())]
+    )
+    for resources in (each for found in manifests for each in find(found, "resources")):
+        asked, limit = (int(resources[kind]["memory"].removesuffix("Gi")) * 2**30 for kind in ("requests", "limits"))
+        assert needed <= asked == limit
