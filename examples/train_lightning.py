@@ -13,7 +13,9 @@ import lightning
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import p2pstate
 from counting_data import Counting
@@ -24,9 +26,15 @@ from p2pstate.integrations.lightning import Replicate
 
 
 class Language(lightning.LightningModule):
-    def __init__(self) -> None:
+    def __init__(self, sharded: bool) -> None:
         super().__init__()
         self.model = GPT(GPTConfig(num_layers=2, width=32, context=23))
+        self.to_be_sharded = sharded
+
+    def configure_model(self) -> None:
+        if self.to_be_sharded:
+            fully_shard(self.model, mesh=self.device_mesh["data_parallel"])
+        self.to_be_sharded = False
 
     def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
         loss = self.model(batch["input_ids"])
@@ -54,20 +62,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, required=True, help="folder for the final state")
+    parser.add_argument(
+        "--sharded", action="store_true", help="FSDP2 (Lightning's ModelParallelStrategy) instead of DDP"
+    )
     args = parser.parse_args()
 
     p2pstate.init_process_group()  # before Trainer, which would make another one
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     num_local = int(os.environ["LOCAL_WORLD_SIZE"])
     lightning.seed_everything(1, verbose=False)  # the same weights everywhere
-    model = Language()
+    model = Language(args.sharded)
     lightning.seed_everything(1000 + rank, verbose=False)  # dropout differs from rank to rank
 
     stopping = EarlyStopping("val_loss", patience=100)
     best = ModelCheckpoint(args.out / "lightning", monitor="val_loss", save_top_k=-1)
     trainer = lightning.Trainer(
         accelerator="cpu",
-        strategy="ddp",
+        strategy=ModelParallelStrategy(num_ranks, 1) if args.sharded else "ddp",
         devices=num_local,
         num_nodes=num_ranks // num_local,
         max_steps=args.steps,

@@ -24,7 +24,8 @@ WITHIN_S = 180.0
 TRAINERS = [
     ("transformers", "train_huggingface.py", 60),  # four epochs of 15 steps, each of two micro-batches
     ("accelerate", "train_accelerate.py", 60),
-    ("lightning", "train_lightning.py", 40),  # six epochs of 6 steps and a part of one, each of two batches
+    ("lightning", "train_lightning.py", 40),  # ten epochs of 4 steps, each of two batches; faults while it validates
+    ("lightning", "train_lightning.py --sharded", 20),
     ("lightning", "train_fabric.py", 200),
     ("torchtitan", "train_torchtitan.py", 80),
 ]
@@ -34,7 +35,8 @@ def train(
     folder: Path, name: str, num_steps: int, fork_server: dict[str, str], *, faults: bool, num_workers: int = 1
 ) -> Path:
     path = os.pathsep.join([str(EXAMPLES), str(EXAMPLES.parent)])
-    script = [str(EXAMPLES / name), "--steps", str(num_steps), "--out", str(folder / "out")]
+    name, *options_of_script = name.split()
+    script = [str(EXAMPLES / name), *options_of_script, "--steps", str(num_steps), "--out", str(folder / "out")]
     process_dies_at, node_dies_at = num_steps // 5, num_steps // 2
     options = {"num_training": 2, "num_spares": int(faults), "num_workers": num_workers}
     with Cluster(folder, script, **options, environ={**fork_server, "PYTHONPATH": path}) as run:
