@@ -99,7 +99,7 @@ def test_order_differs_by_epoch_and_seed_and_repeats_with_them() -> None:
     seed=SEEDS,
     epoch_length=st.integers(1, 3000),
 )
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_mixture_takes_each_source_in_whole_passes_and_its_share(
     sources: list[tuple[int, int]], seed: int, epoch_length: int
 ) -> None:
@@ -122,7 +122,7 @@ def test_mixture_takes_each_source_in_whole_passes_and_its_share(
 
 
 @given(positions=st.lists(st.integers(0, 4999), min_size=1, max_size=20), epoch=st.integers(0, 3))
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 def test_mixture_draw_is_the_same_alone_and_among_others(positions: list[int], epoch: int) -> None:
     order = Mixture([100, 7, 5000], [1, 2, 0.5], num_samples=5000, seed=9)
     everything, passes = order.draw(epoch, np.arange(5000))

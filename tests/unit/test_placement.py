@@ -34,7 +34,7 @@ def holders(names: list[str], found: list[tuple[int, ...]]) -> list[set[str]]:
     return [{names[rank], *(names[keeper] for keeper in keepers)} for rank, keepers in enumerate(found)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(LABELS, st.integers(1, 4), COPIES)
 def test_partners_whatever_the_labels_are_on_other_nodes_and_balanced(
     labels: list[dict[str, str]], num_workers: int, copies: int
@@ -49,7 +49,7 @@ def test_partners_whatever_the_labels_are_on_other_nodes_and_balanced(
     assert all(len(each) == num_copies for each in inverse)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(LABELS, COPIES)
 def test_partners_whatever_copies_nodes_die_keep_every_shard(labels: list[dict[str, str]], copies: int) -> None:
     names = nodes(len(labels))
@@ -79,7 +79,7 @@ def test_partners_form_groups_of_copies_plus_one_and_only_leftovers_make_them_la
         )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(LABELS, COPIES)
 def test_partners_of_a_rack_that_is_not_too_large_are_in_other_racks(labels: list[dict[str, str]], copies: int) -> None:
     """A rack with as many nodes as there are groups holds one copy of each shard at most; with ``copies`` times as

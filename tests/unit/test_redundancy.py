@@ -11,7 +11,7 @@ from p2pstate.redundancy import divide
 SPECS = st.dictionaries(st.text(max_size=4), st.integers(0, 1 << 40), max_size=40).map(lambda d: list(d.items()))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(SPECS, st.integers(1, 9), st.randoms(use_true_random=False))
 def test_divide_any_leaves_gives_a_complete_balanced_division(specs, num_parts, source) -> None:
     parts = divide(specs, num_parts)
