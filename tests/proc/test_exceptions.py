@@ -3,10 +3,11 @@ run with its reason."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mishaps import NUM_STEPS, train
+from mishaps import NUM_STEPS, Outcome, train
 
 WELL = {"node0": 0, "node1": 0}
 
@@ -28,9 +29,14 @@ WELL = {"node0": 0, "node1": 0}
     ids=["ddp", "fsdp"],
 )
 def test_step_that_raises_is_tried_again_and_training_ends_identical(
-    args: tuple[str, ...], mishaps: list[str], replaced: list[int], tmp_path: Path, fork_server: dict[str, str]
+    args: tuple[str, ...],
+    mishaps: list[str],
+    replaced: list[int],
+    tmp_path: Path,
+    fork_server: dict[str, str],
+    without_mishaps: Callable[..., Outcome],
 ) -> None:
-    undisturbed = train(tmp_path / "undisturbed", fork_server, args=args)
+    undisturbed = without_mishaps(*args)
     outcome = train(tmp_path / "disturbed", fork_server, *mishaps, args=args)
     assert undisturbed.codes == outcome.codes == WELL, outcome.log_tails
     assert outcome.replaced() == replaced, outcome.log_tails

@@ -25,8 +25,9 @@ from ports import free_ports
 ROOT = Path(__file__).resolve().parents[2]
 TRAIN = str(ROOT / "examples" / "train_gpt.py")
 SMALL = ("--num-layers", "2", "--width", "64", "--context", "32", "--batch", "2")
-NUM_STEPS = 24
-DEADLINE_S = 120.0  # only a hang takes this long
+NUM_STEPS = 18
+ENDLESS = ("--steps", "100000", "--pace", "0.05")  # until it is ended; other tests need the processors, too
+DEADLINE_S = 240.0  # only a hang takes this long
 
 
 class Run:
@@ -180,7 +181,7 @@ def test_survivors_of_several_faults_keep_their_processes(start: Callable[..., R
 
 
 def test_node_lost_without_a_spare_ends_the_run_with_the_reason(tmp_path: Path, fork_server: dict[str, str]) -> None:
-    endless = (TRAIN, "--steps", "100000", "--out", str(tmp_path / "out"), *SMALL)
+    endless = (TRAIN, *ENDLESS, "--out", str(tmp_path / "out"), *SMALL)
     nodes = launch_two(tmp_path, fork_server, "--spare-wait", "1", *endless)
     deadline = time.monotonic() + DEADLINE_S
     while not list((tmp_path / "out").glob("positions-1.*")) and time.monotonic() < deadline:
@@ -194,7 +195,7 @@ def test_node_lost_without_a_spare_ends_the_run_with_the_reason(tmp_path: Path, 
 
 def test_rank_and_its_buddy_lost_end_the_run_with_what_is_lost(start: Callable[..., Run]) -> None:
     """Four nodes in pairs: losing two that are not partners is survived, losing two partners is not, and is said."""
-    run = start(spares=4, steps=100000, shape=(4, 1))
+    run = start(*ENDLESS, spares=4, shape=(4, 1))
     run.wait_step(5)
     places = run.all("view")[-1]["places"]
     pairs = partners(places)
@@ -213,7 +214,7 @@ def test_rank_and_its_buddy_lost_end_the_run_with_what_is_lost(start: Callable[.
 
 
 def test_signal_to_every_agent_ends_the_run_at_once(start: Callable[..., Run]) -> None:
-    run = start(steps=100000)
+    run = start(*ENDLESS)
     run.wait_step(3)
     for node in run.cluster.running():
         node.process.send_signal(signal.SIGTERM)
@@ -244,7 +245,8 @@ def test_run_without_any_tcpstore_survives_a_worker_and_a_node(start: Callable[.
     )
     assert check.returncode == 99, "the trap does not work"
     environ = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    run = start("--kill", "5:1:backward", "--kill", "10:0:backward:node", spares=1, steps=14, environ=environ)
+    kills = ("--kill", "5:1:backward", "--kill", "10:0:backward:node")
+    run = start(*kills, spares=1, steps=14, shape=(2, 1), environ=environ)
     deadline = time.monotonic() + DEADLINE_S
     while run.cluster.nodes["node0"].process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -592,8 +594,8 @@ def test_rank_that_skips_its_optimizer_is_found_before_weights_diverge(
 
 
 def test_loss_of_every_training_node_does_not_start_anew_in_silence(start: Callable[..., Run]) -> None:
-    run = start(spares=2, steps=100000)
-    run.wait_step(30)
+    run = start(*ENDLESS, spares=2)
+    run.wait_step(10)
     time.sleep(2)  # until the spares have heard of it
     for name in run.all("view")[-1]["places"]:
         run.cluster.kill_node(name)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
-from mishaps import DEADLINE_S, NUM_STEPS, SCRIPT, train
+from mishaps import DEADLINE_S, NUM_STEPS, SCRIPT, Outcome, train
 
 from cluster import Cluster
 
 
 def test_each_kind_of_hang_replaces_the_rank_at_fault_and_ends_identical(
-    tmp_path: Path, fork_server: dict[str, str]
+    tmp_path: Path, fork_server: dict[str, str], without_mishaps: Callable[..., Outcome]
 ) -> None:
     kinds = ["6:1:backward-stop", "12:2:forward-lock", "18:3:forward-loop", "24:0:backward-gil", "30:1:fetch-lock"]
     harmless = ["9:3:forward-slow", "35:2:forward-busy"]
-    undisturbed = train(tmp_path / "undisturbed", fork_server)
+    undisturbed = without_mishaps()
     outcome = train(tmp_path / "hung", fork_server, *kinds, *harmless)
     assert undisturbed.codes == outcome.codes == {"node0": 0, "node1": 0}, outcome.log_tails
     assert len(list((tmp_path / "hung" / "out").glob("mishap-*"))) == len(kinds) + len(harmless)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from mishaps import NUM_STEPS, train
+from mishaps import NUM_STEPS, Outcome, train
 
 WELL = {"node0": 0, "node1": 0}
 
 
 @pytest.mark.parametrize("args", [pytest.param((), marks=pytest.mark.slow), ("--fsdp",)], ids=["ddp", "fsdp"])
 def test_hook_that_a_fault_interrupts_runs_again_on_all_ranks(
-    args: tuple[str, ...], tmp_path: Path, fork_server: dict[str, str]
+    args: tuple[str, ...], tmp_path: Path, fork_server: dict[str, str], without_mishaps: Callable[..., Outcome]
 ) -> None:
     """Killed in the middle of a hook, raised in one, and killed in the step after one."""
-    undisturbed = train(tmp_path / "undisturbed", fork_server, args=args)
+    undisturbed = without_mishaps(*args)
     mishaps = ["10:2:hook-die", "20:1:hook-raise", "26:3:backward-die"]
     outcome = train(tmp_path / "disturbed", fork_server, *mishaps, args=args)
     assert undisturbed.codes == outcome.codes == WELL, outcome.log_tails

@@ -25,13 +25,13 @@ def test_rehearsed_process_takes_its_rank_again_and_again_and_ends_bit_identical
         for node in undisturbed.running():
             assert node.process.wait(DEADLINE_S) == 0, undisturbed.log_tails()
 
-    script = ["--rehearse", "1", *common, "--out", str(tmp_path / "out")]
+    # slowly, so that it lasts until another process has rehearsed
+    script = ["--rehearse", "1", *common, "--pace", "0.05", "--out", str(tmp_path / "out")]
     with Cluster(tmp_path / "run", script, **shape) as cluster:
         history: list[Event] = []
-        deadline = time.monotonic() + DEADLINE_S
 
         def wait_for(kind: str, rank: int, fits: Callable[[Event], bool] = lambda event: True) -> Event:
-            seen = len(history)
+            seen, deadline = len(history), time.monotonic() + DEADLINE_S
             while time.monotonic() < deadline:
                 history.extend(cluster.events.new())
                 for event in history[seen:]:
