@@ -103,12 +103,12 @@ class Protection:
         """A start from scratch: the initial state is the first version."""
         self._course = self._course.begun()
 
-    def resumed(self, keep: Version) -> None:
+    def resumed(self, keep: Version, *, from_disk: bool = False) -> None:
         """The round resumed a version: ship it again at once, for the partners may be new; ``keep`` stays meanwhile."""
         self._course = self._course.resumed(keep)
         self.stats.every = self._course.every
         if self._saving is not None:
-            self._saving.resumed(keep.step)
+            self._saving.resumed(keep.step, from_disk=from_disk)
         self._num_skipped_before_captured = 0
         if self._pairing != (self._context.buddies, self._context.wards):
             self._shipper.cancel()

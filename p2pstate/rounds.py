@@ -104,7 +104,7 @@ class Rounds:
             reason=joined.reason,
             clock=METER.report(),
         )
-        self._protection.resumed(joined.keep)
+        self._protection.resumed(joined.keep, from_disk=joined.source == "disk")
         return joined
 
     def _join_some_round(self, report: RankReport, phases: Phases) -> Joined:

@@ -37,6 +37,7 @@ class Saving:
         self._announced = False
         self._is_late = False  # the save under way: the next one was due before its end
         self._saved: Version | None = None  # the newest that is on disk
+        self._from_disk: int | None = None  # the step that this round resumed from disk
         self._asked = False  # by the agent: as soon as possible
         self._errors: dict[Version, str] = {}
         self._step = 0  # of the newest save that was begun
@@ -79,9 +80,10 @@ class Saving:
             self._announced = True
             self._link.send("save", version=list(version), final=False)
 
-    def resumed(self, step: int) -> None:
+    def resumed(self, step: int, *, from_disk: bool = False) -> None:
         """A round began at ``step``: whatever was under way has been given up."""
         with self._changed:
+            self._from_disk = step if from_disk else None
             self._wanted, self._under_way = False, None
             self._step, self._began = step, time.monotonic()
 
@@ -102,7 +104,7 @@ class Saving:
             self.protected(version)
         if not wait_for_end():
             return f"the save before did not end within {timeout_s:g} s"
-        if self._saved == version:
+        if self._saved == version or self._from_disk == version.step:
             return ""
         self._begin(version)
         self._announced = True

@@ -46,3 +46,15 @@ def test_agent_that_asks_gets_the_next_version_whatever_the_interval() -> None:
     assert saving.vote(5) == NOT_DUE
     link.on_save_now()
     assert saving.vote(6) == DUE
+
+
+def test_last_step_is_not_written_again_where_it_was_resumed_from_disk() -> None:
+    link = FakeLink()
+    saving = Saving(link, CheckpointPolicy("ck", 10, None, 2), ProtectionStats())  # type: ignore[arg-type]
+    saving.resumed(30, from_disk=True)
+    assert saving.save_last(Version(1, 30), 0.0, lambda: False) == ""
+    assert link.kinds() == ["checkpoint"]
+    assert "did not end" in saving.save_last(Version(1, 31), 0.0, lambda: False)
+    saving.resumed(30)
+    assert "did not end" in saving.save_last(Version(2, 30), 0.0, lambda: False)
+    assert link.kinds() == ["checkpoint", "save", "save"]
