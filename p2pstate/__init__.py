@@ -39,7 +39,9 @@ Layout, from the top down (a file imports only what stands above it):
     vault.py                all slots of a node
     state/errors.py         state/: live objects <-> named leaves <-> bytes
     state/rng.py
-    state/codec.py
+    state/encoding.py       plain values as bytes that depend on nothing else
+    state/lengths.py
+    state/decoding.py
     state/quantised.py
     state/leaves.py
     state/holders.py

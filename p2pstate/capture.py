@@ -30,7 +30,7 @@ from p2pstate.redundancy import divide, is_held_elsewhere
 from p2pstate.slots import Header, Slot, capacity_for
 from p2pstate.state import Collected, Layout, Leaf
 from p2pstate.state.chunks import chunks_of
-from p2pstate.state.codec import unsqueezed
+from p2pstate.state.decoding import unsqueezed
 from p2pstate.state.hashed_copy import HashedCopy
 from p2pstate.types import Part, Version
 from p2pstate.versions import next_slot

@@ -169,7 +169,7 @@ def _show(options: argparse.Namespace, found: list[Found]) -> int:
 
 def _show_values(reader: Any, rank: int) -> None:
     from p2pstate.durable.keys import key_of, values_path
-    from p2pstate.state.codec import decode
+    from p2pstate.state.decoding import decode
 
     key = key_of(values_path(rank))
     values = decode(reader.read({key: reader.whole(key)})[key].numpy().tobytes())

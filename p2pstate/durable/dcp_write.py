@@ -41,7 +41,8 @@ from p2pstate.durable.manifest import MANIFEST, METADATA, Item, Manifest, PartTa
 from p2pstate.durable.storage import Storage
 from p2pstate.redundancy import divide
 from p2pstate.slots import Slot
-from p2pstate.state.codec import TensorRef, decode, torch_dtype
+from p2pstate.state.decoding import decode, torch_dtype
+from p2pstate.state.encoding import TensorRef
 from p2pstate.types import Part, Version
 
 __all__ = ["SaveFailed", "publish_checkpoint", "write_shares"]

@@ -21,7 +21,7 @@ from p2pstate.durable.keys import key_of, path_of
 from p2pstate.state import Leaf
 from p2pstate.state import rng as random_streams
 from p2pstate.state.chunks import chunks_of
-from p2pstate.state.codec import decode
+from p2pstate.state.decoding import decode
 from p2pstate.state.restore import names_in
 
 __all__ = ["Resized", "resize"]

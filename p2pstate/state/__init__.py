@@ -1,7 +1,7 @@
 """Live training objects <-> named leaves <-> bytes, and back in place.
 
-``TrainingState`` is the way in and out; ``Layout`` says where leaves lie in a region of memory; ``codec`` writes the
-plain values. The vocabulary is ``Leaf`` (one named tensor) and its holders (the ranks that have the same bytes).
+``TrainingState`` is the way in and out; ``Layout`` says where leaves lie in a region of memory; ``encoding`` writes
+the plain values. The vocabulary is ``Leaf`` (one named tensor) and its holders (the ranks that have the same bytes).
 """
 
 from p2pstate.state.errors import LeafError

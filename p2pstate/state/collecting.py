@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from p2pstate.state.codec import Path, TensorRef, lower, path_text
+from p2pstate.state.encoding import Path, TensorRef, lower, path_text
 from p2pstate.state.holders import follows
 from p2pstate.state.leaves import SHELLS, Holders, Leaf, describe, plain_parts
 

@@ -18,7 +18,7 @@ import msgpack
 import torch
 import xxhash
 
-from p2pstate.state.codec import torch_dtype
+from p2pstate.state.decoding import torch_dtype
 from p2pstate.state.errors import LeafError
 from p2pstate.state.leaves import Leaf
 

@@ -21,7 +21,7 @@ from torch.nn.parameter import Buffer, Parameter, is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from p2pstate.state import quantised
-from p2pstate.state.codec import TensorRef, encode
+from p2pstate.state.encoding import TensorRef, encode
 from p2pstate.state.errors import LeafError
 
 __all__ = ["SHELLS", "Holders", "Leaf", "describe", "is_plain", "plain_parts", "write_into"]

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from p2pstate.state.codec import squeeze
 from p2pstate.state.collecting import Collector, FlatDicts, is_simple
+from p2pstate.state.encoding import squeeze
 from p2pstate.state.errors import LeafError
 from p2pstate.state.growth import expected_state_bytes
 from p2pstate.state.leaves import Holders, Leaf

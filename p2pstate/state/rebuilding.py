@@ -16,7 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from p2pstate.state import quantised
-from p2pstate.state.codec import Path, TensorRef, decode, path_text
+from p2pstate.state.decoding import decode
+from p2pstate.state.encoding import Path, TensorRef, path_text
 from p2pstate.state.errors import LeafError
 from p2pstate.state.leaves import SHELLS, describe, is_plain, local_of, plain_parts
 

@@ -1,7 +1,7 @@
 """The process's random streams as one plain value, and back.
 
 In: Python's ``random``, NumPy's global generator, torch's CPU generator, torch's generators of all CUDA devices if CUDA
-was initialised; single generator objects. Out: values for ``codec``; the same streams continued.
+was initialised; single generator objects. Out: values for ``encoding``; the same streams continued.
 Invariants: reading draws nothing; after ``restore`` every stream continues exactly where it was read. The stream of the
 current CUDA device goes to the current device, whatever its number is here, and the others follow in their order.
 Known limit: streams hidden in C libraries are not seen.

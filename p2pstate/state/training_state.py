@@ -22,9 +22,10 @@ from torch.optim import Optimizer
 
 from p2pstate.state import rng as random_streams
 from p2pstate.state.buffers import BufferShapes
-from p2pstate.state.codec import decode, pack, squeeze
 from p2pstate.state.collecting import Collector
 from p2pstate.state.comm_hooks import hook_memories
+from p2pstate.state.decoding import decode
+from p2pstate.state.encoding import pack, squeeze
 from p2pstate.state.errors import LeafError
 from p2pstate.state.holders import current_world
 from p2pstate.state.leaves import Holders, Leaf

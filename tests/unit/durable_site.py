@@ -19,7 +19,7 @@ from p2pstate.durable.manifest import Manifest
 from p2pstate.durable.storage import Directory, Storage
 from p2pstate.slots import Slot, digest_of
 from p2pstate.state import Collected, Leaf
-from p2pstate.state.codec import encode
+from p2pstate.state.encoding import encode
 from p2pstate.types import Part, Version
 from p2pstate.vault import Vault
 

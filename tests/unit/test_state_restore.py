@@ -13,7 +13,8 @@ from state_zoo import assert_same, bits, image_of, image_of_collected, restore
 from torch import nn
 
 from p2pstate.state import LeafError, TrainingState
-from p2pstate.state.codec import decode, encode
+from p2pstate.state.decoding import decode
+from p2pstate.state.encoding import encode
 from p2pstate.state.leaves import write_into
 
 

@@ -12,7 +12,8 @@ from state_zoo import image_of, restore
 
 from p2pstate.state import LeafError, TrainingState
 from p2pstate.state import rng as streams
-from p2pstate.state.codec import decode, encode
+from p2pstate.state.decoding import decode
+from p2pstate.state.encoding import encode
 
 
 def draws() -> list[Any]:

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from state_zoo import bits
 
 from p2pstate.state import LeafError
-from p2pstate.state.codec import MAX_DEPTH, TensorRef, decode, encode, lower, pack, squeeze
+from p2pstate.state.decoding import decode
+from p2pstate.state.encoding import MAX_DEPTH, TensorRef, encode, lower, pack, squeeze
 
 EXACT = [
     None,
