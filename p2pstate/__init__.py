@@ -124,6 +124,7 @@ Layout, from the top down (a file imports only what stands above it):
     rounds.py               from one round to the next
     block.py                one block, as the user sees it
     stepping.py             when optimizers step
+    reports.py              what a rank tells of its steps
     loop_end.py             all ranks leave at one step
     feed.py                 the batches
     steps.py                the loop

@@ -241,7 +241,7 @@ class Replicator:
         seconds by category, step time, protected lag, recoveries. ``p2pstate.integrations`` has TensorBoard and MLflow;
         any function with these two arguments will do. One that raises is left out, with a warning."""
         if self._context.rank == 0:
-            self._loop.tracking.add(tracker, every)
+            self._loop.reports.tracking.add(tracker, every)
 
     @property
     def rehearsing(self) -> bool:

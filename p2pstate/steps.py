@@ -35,12 +35,11 @@ from p2pstate.groups.status import STATUS
 from p2pstate.hooks import Hooks
 from p2pstate.loop_end import LoopEnd
 from p2pstate.loop_exit import LoopIterator, leaves_by_exception, looping_code
-from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.meter import METER
-from p2pstate.observe.tracking import Tracking, values_of
 from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
 from p2pstate.rehearsal import NUM_STEPS, Rehearsals
+from p2pstate.reports import StepReports
 from p2pstate.resume import Disk
 from p2pstate.rounds import Rounds
 from p2pstate.state import TrainingState
@@ -93,11 +92,9 @@ class Loop:
         self._must_join = not context.fresh or context.restore
         self._rehearsals = Rehearsals(self._models, together=context.restore)
         self._hooks = Hooks(context, self._models)
-        self.tracking = Tracking()
-        self._num_recoveries = 0  # of this process
+        self.reports = StepReports(self._link, protection, self._stepping)
         self._newest_yielded = 0
         self.replaying = False  # what run() has yielded is a step that this process had committed before
-        self._beyond: int | None = None  # report the first commit past this step
         # The block
         self._in_block = False
         self._turn_open = False
@@ -300,7 +297,7 @@ class Loop:
             self._context.raised = NOTHING_RAISED
         seconds = time.monotonic() - self._block_began
         known_s = self._stepping.step_s
-        METER.committed(known_s, repeated=block.again or (self._beyond is not None and block.number <= self._beyond))
+        METER.committed(known_s, repeated=block.again or self.reports.is_repeated(block.number))
         self._stepping.step_s = 0.9 * known_s + 0.1 * seconds if known_s else seconds
         self._newest_yielded = max(self._newest_yielded, block.number)
         with METER.inside("protection"):
@@ -309,36 +306,7 @@ class Loop:
             self._report(block.number, None)
 
     def _report(self, step: int, value: Any) -> None:
-        """Tell the agent about a committed step. Reads a loss only where that costs no device synchronisation."""
-        if isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
-            value = value.item()
-        protected = self.protection.protected
-        # What is kept from the round before may be on one node only.
-        of_this_round = protected is not None and protected.epoch == self._rounds.epoch
-        self._link.send(
-            "step",
-            step=step,
-            seconds=time.monotonic() - self._block_began,
-            protected=protected.step if protected is not None and of_this_round else None,
-            loss=float(value) if isinstance(value, int | float) else None,
-            clock=METER.report(),
-            waited_s=round(STATUS.trace.waits.take(), 6),
-            shipped_bytes=self.protection.stats.num_shipped_bytes,
-        )
-        if self._beyond is not None and step > self._beyond:
-            self._beyond = None
-            self._link.send("event", kind="first_step", epoch=self._rounds.epoch, step=step)
-        self.tracking.committed(step, self._tracked)
-
-    def _tracked(self) -> dict[str, float]:
-        protected = self.protection.protected
-        return values_of(
-            Goodput(METER.totals()),
-            step_s=self._stepping.step_s,
-            lag_steps=None if protected is None else self.step - protected.step,
-            copy_bytes=self.protection.stats.num_shipped_bytes,
-            num_recoveries=self._num_recoveries,
-        )
+        self.reports.committed(self._rounds.epoch, step, time.monotonic() - self._block_began, value)
 
     # -- beginning and end
 
@@ -403,10 +371,9 @@ class Loop:
             joined = self._rounds.recover(report, failed_step=self.step + 1)
         METER.enter("other")
         METER.recovered()
-        self._num_recoveries += 1
         self._must_join = False
         self.step = joined.version.step
-        self._beyond = joined.version.step + joined.steps_lost
+        self.reports.recovered(joined.version.step + joined.steps_lost)
         self._end.agreed_step = joined.end_step
         self._hooks.forget()
         self._feed.resume()
