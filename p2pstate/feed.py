@@ -12,25 +12,34 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from p2pstate.errors import ConfigError
 from p2pstate.state import rng as random_streams
 
-__all__ = ["Feed", "LoopPosition"]
+__all__ = ["ONE_LOOP", "Feed", "LoopPosition"]
+
+ONE_LOOP = (
+    "a process that replaces a dead one, or is started again, begins with the first loop over state.run() or "
+    "state.batches(). Make one loop of them: give the epochs to the loader (p2pstate.data.Loader(..., epochs=N)) and "
+    "what comes between them to state.every(n, function)"
+)
 
 
 class LoopPosition:
     """Part of the captured state: whether the data was being iterated, that is, whether ``iter(data)`` is behind us,
-    and how many batches were taken in all."""
+    how many batches were taken in all, and in which of the process's loops."""
 
     def __init__(self) -> None:
         self.iterating = False
         self.num_batches = 0
+        self.loop = 1
 
     def state_dict(self) -> dict[str, int]:
-        return {"iterating": self.iterating, "num_batches": self.num_batches}
+        return {"iterating": self.iterating, "num_batches": self.num_batches, "loop": self.loop}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.iterating = bool(state["iterating"])
         self.num_batches = state.get("num_batches", 0)  # versions before 0.1 had none
+        self.loop = state.get("loop", 1)
 
 
 class Feed:
@@ -38,6 +47,7 @@ class Feed:
         self._data = data
         self._position = position
         self._iterator: Iterator[Any] | None = None
+        self._num_loops = 0
 
     def next(self) -> tuple[Any, ...]:
         """The next batch, as arguments of train_step. Raises StopIteration when the data ends."""
@@ -54,6 +64,12 @@ class Feed:
     def num_batches(self) -> int:
         """How many were taken in all, up to the restored position and since."""
         return self._position.num_batches
+
+    def begin_loop(self) -> int:
+        """-> how many this process has begun."""
+        self._num_loops += 1
+        self._position.loop = self._num_loops
+        return self._num_loops
 
     def skip_to(self, num_batches: int) -> None:
         """Take batches, which nobody is trained with, until so many were taken in all, or the data ends."""
@@ -74,7 +90,9 @@ class Feed:
 
     def resume(self) -> None:
         """After a restore: iterate again, at the restored position. Some loaders draw a seed when they are asked to
-        iterate; the undisturbed run has drawn it before, so the random streams are put back."""
+        iterate; the undisturbed run has drawn it before, so the random streams are put back. Raises ConfigError."""
+        if self._position.loop != self._num_loops:
+            raise ConfigError(f"loop {self._position.loop} cannot be resumed in loop {self._num_loops}: {ONE_LOOP}")
         self._iterator = None
         if self._data is not None and self._position.iterating:
             with random_streams.kept():

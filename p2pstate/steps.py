@@ -27,7 +27,7 @@ import torch
 
 from p2pstate.block import StepBlock
 from p2pstate.errors import NotFinite, P2PStateError, StepDiscarded, StepSkipped
-from p2pstate.feed import Feed, LoopPosition
+from p2pstate.feed import ONE_LOOP, Feed, LoopPosition
 from p2pstate.gradients import discard_gradients
 from p2pstate.groups.gate import Ballot
 from p2pstate.groups.journal import Recording
@@ -312,6 +312,8 @@ class Loop:
 
     def _enter_loop(self) -> None:
         self._context.begin_loop()
+        if self._feed.begin_loop() == 2 and self._context.rank == 0:
+            print(f"p2pstate: a second loop begins, in which a fault ends the run: {ONE_LOOP}", file=sys.stderr)
         STATUS.loud = False
         self._hand_over_journal()
         METER.enter("other")

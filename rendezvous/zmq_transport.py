@@ -233,8 +233,9 @@ class ZmqTransport:
         self._epoll.register(fd, select.EPOLLIN)
 
     def unwatch(self, fd: int) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            self._epoll.unregister(fd)
+        if not self._closed:
+            with contextlib.suppress(FileNotFoundError):
+                self._epoll.unregister(fd)
 
     def wake(self) -> None:
         try:

@@ -38,7 +38,6 @@ class WorkerContext:
     info: RoundInfo | None = None  # the round this process is in; None before a newcomer has joined one
     joining: bool = False  # inside recover.join: an abort cuts the replication group as well
     in_loop: bool = False  # shipping errors matter to the agent only while the loop runs
-    loop_ended: bool = False  # on all ranks
     rerunning: bool = False  # inside a restartable function
     num_meetings: int = 0  # of all ranks of a round, before they capture anything (see meeting.py)
     copies: int = 1  # of each shard, besides the own node's
@@ -69,20 +68,12 @@ class WorkerContext:
         return self.link.leaving or self.farewell.reason
 
     def begin_loop(self) -> None:
-        """Raises RuntimeError for one after another that has come to its end."""
-        if self.loop_ended:
-            raise RuntimeError(
-                "a second loop over state.run() or state.batches() in one process: a process that replaces a dead one "
-                "begins with the first loop and cannot meet the others, and what is changed between two loops is in no "
-                "copy. Make one loop of them: give the epochs to the loader (p2pstate.data.Loader(..., epochs=N)) and "
-                "what comes between them to state.every(n, function)"
-            )
         self.in_loop = True
         self.farewell.listen()
 
     def end_loop(self) -> None:
         """All ranks have agreed on the end."""
-        self.in_loop, self.loop_ended = False, True
+        self.in_loop = False
         self.farewell.close()
 
     def go(self) -> None:

@@ -546,16 +546,25 @@ def test_uneven_data_ends_at_one_step_on_all_ranks(tmp_path: Path, fork_server: 
     assert [(tmp_path / f"last-{rank}").read_text() for rank in (0, 1)] == ["10", "10"], stderr
 
 
-def test_second_loop_continues_with_the_next_pass_over_the_data(tmp_path: Path, fork_server: dict[str, str]) -> None:
+def test_second_loop_continues_with_the_next_pass_over_the_data_and_a_fault_in_it_ends_the_run(
+    tmp_path: Path, fork_server: dict[str, str]
+) -> None:
     body = (
         TRAINING
         + """
     steps = [step for _ in range(3) for step, loss in state.run(train_step)]
     assert steps == list(range(1, 31)), steps
+    for step, loss in state.run(train_step):
+        if step == 34 and rank == 1:
+            open("there", "w").close()
+            die()
     """
     )
     code, stderr, _ = run_tiny(tmp_path, fork_server, body)
-    assert code == 0, stderr
+    assert (tmp_path / "there").exists(), stderr
+    assert code == 78, stderr
+    assert stderr.count("a second loop begins, in which a fault ends the run") == 1, stderr
+    assert "loop 4 cannot be resumed in loop 1" in stderr, stderr
 
 
 def test_rank_killed_while_all_leave_by_break_starts_all_again(tmp_path: Path, fork_server: dict[str, str]) -> None:

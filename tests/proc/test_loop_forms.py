@@ -129,7 +129,6 @@ MISUSES = {
     "nested_block": (1, "a step began inside another one: leave the first `with state.step():` block before"),
     "block_outside_of_batches": (1, "runs once per turn of `for batch in state.batches():`"),
     "second_block_in_one_turn": (1, "or a second time in one turn"),
-    "second_loop": (1, "a second loop over state.run() or state.batches() in one process"),
     "no_optimizer": (1, "Replicator needs at least one optimizer (a torch.optim.Optimizer) among its arguments"),
     "no_model": (1, "Replicator needs at least one model (a torch.nn.Module) among its arguments"),
     "data_without_state": (1, "data= of type list has no state_dict and no load_state_dict()"),

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from p2pstate.errors import ConfigError
 from p2pstate.feed import Feed, LoopPosition
 
 
@@ -27,6 +28,7 @@ def taken(feed: Feed) -> Any:
 def test_batches_since_a_restored_position_are_left_out_whatever_was_left_out_before() -> None:
     data, position = Data(100), LoopPosition()
     feed = Feed(data, position)
+    feed.begin_loop()
     assert [taken(feed) for _ in range(5)] == [1, 2, 3, 4, 5]
     restored = position.state_dict()
     for skipped_to, following in [(7, 8), (9, 10)]:
@@ -47,6 +49,17 @@ def test_data_that_ends_while_batches_are_left_out_has_ended() -> None:
     assert (feed.num_batches, position.iterating) == (3, False)
     with pytest.raises(StopIteration):
         feed.next()
+
+
+def test_state_of_another_loop_is_not_resumed() -> None:
+    feed = Feed(Data(3), position := LoopPosition())
+    assert [feed.begin_loop(), feed.begin_loop()] == [1, 2]
+    feed.resume()
+    other = Feed(Data(3), elsewhere := LoopPosition())
+    other.begin_loop()
+    elsewhere.load_state_dict(position.state_dict())
+    with pytest.raises(ConfigError, match="loop 2 cannot be resumed in loop 1"):
+        other.resume()
 
 
 def test_without_data_turns_are_counted() -> None:

@@ -172,7 +172,7 @@ def test_message_that_is_refused_frees_its_sender(pair: list[TcpTransport], afte
 def test_lost_transfer_is_told_while_another_one_of_the_same_exchange_still_moves() -> None:
     transports = connected(3)
     told: list[Exception] = []
-    heard, freed = threading.Event(), []
+    heard, ended, moving = threading.Event(), threading.Event(), []
 
     def on_error(error: Exception) -> None:
         told.append(error)
@@ -180,17 +180,21 @@ def test_lost_transfer_is_told_while_another_one_of_the_same_exchange_still_move
 
     def send() -> None:
         body = Payload(body_of(LARGE))  # rank 1 does not read it, rank 2 is gone
-        transports[0].exchange([Outgoing(1, b"", body), Outgoing(2, b"", body)], [], on_error)
+        try:
+            transports[0].exchange([Outgoing(1, b"", body), Outgoing(2, b"", body)], [], on_error)
+        finally:
+            ended.set()
 
     def watch() -> bool:
         was_told = heard.wait(FREE_S)
-        freed.append(transports[0].release().is_set())
+        moving.append(not ended.is_set())
+        transports[0].release()
         return was_told
 
     transports[2].cut()
     error, was_told = at_once(send, watch)
     assert was_told
-    assert freed == [False], "nothing moved any more when the error was told"
+    assert moving == [True], "nothing moved any more when the error was told"
     assert isinstance(error, TransferFailed)
     assert told == [error]
     assert all(transport.release().wait(FREE_S) for transport in transports)
