@@ -86,8 +86,8 @@ class Draining:
                 home = {int(rank): str(node) for rank, node in body["home"]}
                 places = {str(node): place for place, node in enumerate(body["places"])}
                 version = Version(*body["version"])
-                if self._saves.is_saving(version):
-                    return
+                if self._saves.is_saving(version) and self._version is None:
+                    return  # it was said before
                 self._version = None
                 self._saves.start(version, "the run ends", name, home, places, DRAIN_S, self._saved)
 
