@@ -369,7 +369,7 @@ def test_arguments_that_no_message_can_carry_are_errors_of_the_caller_alone(node
         lambda: store.add("odd", 2**70),
         lambda: store.add("odd", 1.5),  # type: ignore[arg-type]
         lambda: store.set("odd", bytes(20 << 20)),
-        lambda: store.multi_set([f"odd{n}" for n in range(9)], [bytes(6 << 20)] * 9),
+        lambda: store.multi_set([f"odd{n}" for n in range(30)], [bytes(6 << 20)] * 30),  # 3 of another node's
     ):
         with pytest.raises(dist.DistStoreError):
             call()
