@@ -38,11 +38,15 @@ def run_as_main(script: str, args: Sequence[str], is_module: bool) -> None:
 
 def describe_exception(error: BaseException) -> str:
     """Its traceback, from the script on."""
-    own = (__file__, runpy.__file__, "<frozen runpy>")
     inner: TracebackType | None = error.__traceback__
-    while inner is not None and inner.tb_frame.f_code.co_filename in own:
+    while inner is not None and _only_starts(inner.tb_frame.f_code.co_filename):
         inner = inner.tb_next
     return "".join(traceback.format_exception(type(error), error, inner or error.__traceback__))
+
+
+def _only_starts(file: str) -> bool:
+    """This file, or the one beside it that calls it."""
+    return file in (runpy.__file__, "<frozen runpy>") or os.path.dirname(file) == os.path.dirname(__file__)
 
 
 def run_exit_handlers() -> None:
