@@ -25,10 +25,10 @@ def open_pidfd(pid: int) -> int | None:
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """Let the kernel end this process with the thread that started it; at once if that is gone already."""
+    """Let the kernel end this process with the thread that started it; at once if that is gone already, or
+    the kernel refuses. Call it first thing in a child."""
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
 
 

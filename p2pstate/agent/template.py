@@ -17,7 +17,6 @@ runs on one machine cheap), and what stands in for a python (worker/stand_in.py)
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import select
@@ -29,17 +28,9 @@ from typing import Any
 
 from p2pstate.worker.stand_in import socket_name
 from rendezvous.channel import Channel, ChannelClosed, is_of_this_user
+from rendezvous.processes import die_with_parent
 
-__all__ = ["die_with_parent", "kill_session", "main", "preload"]
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with_parent(parent_pid: int) -> None:
-    """Ask the kernel to kill this process when the thread that forked it ends. Call it first thing in the child."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0 or os.getppid() != parent_pid:
-        os._exit(1)  # the parent ended before the signal was set
+__all__ = ["kill_session", "main", "preload"]
 
 
 def kill_session(leader_pid: int) -> None:
