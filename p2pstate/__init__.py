@@ -64,7 +64,7 @@ Layout, from the top down (a file imports only what stands above it):
     cards/pinning.py        slots that a card copies to
     cards/gather.py         from a card to slots, while training goes on
     groups/nccl_settings.py  what torch is to do about NCCL errors
-    groups/journal.py       what collectives returned before the loop
+    groups/journal.py       what collectives returned at the start
     groups/waiting.py       waits that end with the round
     groups/nccl.py          NCCL of one group, on one card
     groups/uncompiled.py    what torch.compile is to leave alone

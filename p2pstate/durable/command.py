@@ -96,11 +96,12 @@ def run_export(options: argparse.Namespace) -> int:
         chosen = [each for each in complete if options.name in (None, each.name)]
         if not chosen:
             raise ValueError(f"no complete checkpoint {options.name or ''} in {options.path}".replace("  ", " "))
+        manifest = chosen[0].manifest
         damaged = damaged_files(chosen[0], progress=_Progress(_num_bytes(chosen[:1])))
         if damaged:
             raise ValueError(f"{chosen[0].name}: {'; '.join(damaged)}")
         num_tensors, num_bytes = export_weights(chosen[0], options.output, options.rank)
-        several = differing(chosen[0]) if options.rank is None else []
+        several = [] if options.rank is not None or manifest is None else differing(manifest)
     except (ValueError, OSError, ImportError) as error:
         print(f"p2pstate export: {error}", file=sys.stderr)
         return 1

@@ -14,10 +14,10 @@ import torch
 
 from p2pstate.durable.catalog import Found
 from p2pstate.durable.dcp_read import Reader
-from p2pstate.durable.keys import key_of, path_of, rank_key
+from p2pstate.durable.keys import key_of, path_of
 from p2pstate.durable.manifest import Manifest
 
-__all__ = ["differing", "export_weights", "read_weights", "weight_names"]
+__all__ = ["differing", "export_weights", "keys_of", "read_weights", "weight_names"]
 
 
 def weight_names(manifest: Manifest) -> dict[str, str]:
@@ -28,6 +28,18 @@ def weight_names(manifest: Manifest) -> dict[str, str]:
     return {key_of(path[1:] if single else path): key_of(path) for path in paths}
 
 
+def keys_of(manifest: Manifest, rank: int) -> dict[str, str]:
+    """Key -> the key under which ``rank`` has it: another one where ranks differ."""
+    return {key_of(path_of(row.leaf)): row.key for row in manifest.rows_of(rank)}
+
+
+def differing(manifest: Manifest) -> list[str]:
+    """Names of what several ranks have under one name, and differently."""
+    ranks = [keys_of(manifest, rank) for rank in range(manifest.world_size)]
+    names = weight_names(manifest)
+    return [name for name, key in names.items() if len({keys[key] for keys in ranks if key in keys}) > 1]
+
+
 def read_weights(found: Found, rank: int | None = None) -> dict[str, torch.Tensor]:
     """Every parameter and buffer of the models, whole, by its name in the model. Raises OSError.
 
@@ -35,22 +47,9 @@ def read_weights(found: Found, rank: int | None = None) -> dict[str, torch.Tenso
     """
     assert found.manifest is not None
     reader = Reader(found)
-    there = reader.tensors()
-
-    def key_for(key: str) -> str:
-        alone = "" if rank is None else rank_key(rank, key)
-        return alone if alone in there else key
-
+    own = {} if rank is None else keys_of(found.manifest, rank)
     names = weight_names(found.manifest)
-    return reader.read({name: reader.whole(key_for(key)) for name, key in names.items()})
-
-
-def differing(found: Found) -> list[str]:
-    """Names of what several ranks have under one name, and differently."""
-    assert found.manifest is not None
-    there, ranks = Reader(found).tensors(), range(found.manifest.world_size)
-    names = weight_names(found.manifest)
-    return [name for name, key in names.items() if sum(rank_key(rank, key) in there for rank in ranks) > 1]
+    return reader.read({name: reader.whole(own.get(key, key)) for name, key in names.items()})
 
 
 def export_weights(found: Found, target: Path, rank: int | None = None) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["Path", "group_path", "key_of", "path_of", "rank_key", "rank_path", "values_path", "without_rank"]
+__all__ = ["Path", "group_path", "key_of", "path_of", "rank_path", "values_path", "without_rank"]
 
 Path = tuple[str | int, ...]
 
@@ -38,11 +38,6 @@ def key_of(path: Path) -> str:
 
 def rank_path(rank: int, path: Path) -> Path:
     return _OURS, f"rank{rank}", *path
-
-
-def rank_key(rank: int, key: str) -> str:
-    """Where ``rank``'s own tensor is that others have under the same key, too."""
-    return key_of(rank_path(rank, (key,)))
 
 
 def without_rank(path: Path) -> tuple[int, Path] | None:
