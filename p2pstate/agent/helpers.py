@@ -22,7 +22,7 @@ from rendezvous.channel import Channel, ChannelClosed, Message
 from rendezvous.node import Node
 from rendezvous.processes import open_pidfd
 
-__all__ = ["Helper", "Helpers", "Interpreters", "Launcher", "describe_status", "flush_later"]
+__all__ = ["Helper", "Helpers", "Interpreters", "Launcher", "describe_status", "send"]
 
 FLUSH_INTERVAL_S = 0.02
 ENTRIES = {"writer": "p2pstate.durable.writer"}  # what a new interpreter runs, as a module
@@ -52,7 +52,10 @@ class Helpers:
 
     def start(self, entry: str, on_message: Callable[[Message], None], on_end: Callable[[str], None]) -> Helper | None:
         """None: none can be started at the moment. ``on_end`` is called once."""
-        ours, theirs = Channel.pair()
+        try:
+            ours, theirs = Channel.pair()
+        except OSError:  # out of descriptors
+            return None
         number = self._launcher.launch(entry, theirs.fileno())
         theirs.close()
         if number is None:
@@ -64,12 +67,8 @@ class Helpers:
 
     def tell(self, helper: Helper, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Send; one that does not take its messages any more is killed."""
-        try:
-            helper.channel.send(message, fds)
-        except ChannelClosed:
+        if not send(self._node, helper.channel, message, fds):
             self.kill(helper)
-        else:
-            flush_later(self._node, helper.channel)
 
     def kill(self, helper: Helper) -> None:
         """SIGKILL. Its ``on_end`` is not called any more, whenever it ends."""
@@ -160,14 +159,23 @@ class Interpreters:
         self._children.clear()
 
 
-def flush_later(node: Node, channel: Channel) -> None:
-    """Go on sending what a full socket held back, until it is through."""
+def send(node: Node, channel: Channel, message: Message, fds: tuple[int, ...] = ()) -> bool:
+    """Send now, and later what a full socket holds back. False: nobody takes messages at the other end any more."""
+    try:
+        channel.send(message, fds)
+    except ChannelClosed:
+        return False
+    _flush_later(node, channel)
+    return True
+
+
+def _flush_later(node: Node, channel: Channel) -> None:
     try:
         if channel.closed or channel.flush():
             return
     except ChannelClosed:
         return  # its reader notices
-    node.call_later(FLUSH_INTERVAL_S, lambda: flush_later(node, channel))
+    node.call_later(FLUSH_INTERVAL_S, lambda: _flush_later(node, channel))
 
 
 def describe_status(status: int) -> str:

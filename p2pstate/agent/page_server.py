@@ -30,8 +30,14 @@ CLIENT_S = 10.0  # for a client that sends or reads slowly
 class PageServer:
     """Raises OSError when it cannot listen at ``bind`` (HOST:PORT; port 0: any), ValueError when that is none."""
 
-    def __init__(self, bind: str, token: str | None, name: str, gather: Callable[[], dict[str, dict[str, Any]]],
-                 metrics: Callable[[], bytes]) -> None:  # fmt: skip
+    def __init__(
+        self,
+        bind: str,
+        token: str | None,
+        name: str,
+        gather: Callable[[], dict[str, dict[str, Any]]],
+        metrics: Callable[[], bytes],
+    ) -> None:
         host, _, port = bind.rpartition(":")
         host = host.strip("[]")
         if not host or not port.isdigit():

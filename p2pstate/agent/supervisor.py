@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from p2pstate.agent.held import Phase, RankProcess
-from p2pstate.agent.helpers import Helpers, flush_later
+from p2pstate.agent.helpers import Helpers, send
 from p2pstate.agent.output import Writer
 from p2pstate.agent.worker_output import WorkerOutput
 from p2pstate.trace import map_page, new_page
@@ -116,14 +116,8 @@ class Supervisor:
 
     def tell(self, worker: WorkerProcess, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Send; a worker that does not take its messages any more is killed."""
-        if worker.ended:
-            return
-        try:
-            worker.channel.send(message, fds)
-        except ChannelClosed:
+        if not worker.ended and not send(self._node, worker.channel, message, fds):
             self.kill(worker)
-        else:
-            flush_later(self._node, worker.channel)
 
     def tell_ranks(self, message: Message) -> None:
         for worker in self.assigned():
@@ -173,9 +167,7 @@ class Supervisor:
     def _tell_template(self, message: Message) -> None:
         """About one of its children. It reaps them itself, so the pid cannot have been given to another process."""
         if self._template is not None:
-            with contextlib.suppress(ChannelClosed):
-                self._template.send(message)
-                flush_later(self._node, self._template)
+            send(self._node, self._template, message)  # its reader notices when it has ended
 
     # -- helpers.Launcher
 
@@ -213,32 +205,34 @@ class Supervisor:
         unassigned = sum(1 for w in self.workers.values() if w.rank is None and not w.ended)
         for _ in range(self._wanted - unassigned - len(self._waiting)):
             try:
-                ours, theirs = Channel.pair()
-                out_read, out_write = os.pipe2(os.O_CLOEXEC)
-                err_read, err_write = os.pipe2(os.O_CLOEXEC)
+                forked = self._fork()
             except OSError as error:  # out of descriptors: the workers there are go on meanwhile
                 self._listener.on_fork_failed(str(error))
                 self._node.call_later(RETRY_FORK_S, self._fork_missing)
                 return
-            number = self._next_id
-            self._next_id += 1
-            self._waiting[number] = (ours, (out_read, err_read))
-            if not self._spawn(number, "worker", (theirs.fileno(), out_write, err_write)):
+            if not forked:
                 return
-            theirs.close()
-            os.close(out_write)
-            os.close(err_write)
+
+    def _fork(self) -> bool:
+        """Ask for one worker. False: the template has ended. Raises OSError when there is no descriptor left."""
+        with contextlib.ExitStack() as kept, contextlib.ExitStack() as handed_over:
+            ours, theirs = Channel.pair()
+            kept.callback(ours.close)
+            handed_over.callback(theirs.close)
+            out_read, out_write = _pipe(kept, handed_over)
+            err_read, err_write = _pipe(kept, handed_over)
+            number, self._next_id = self._next_id, self._next_id + 1
+            forked = self._spawn(number, "worker", (theirs.fileno(), out_write, err_write))
+            if forked:
+                self._waiting[number] = (ours, (out_read, err_read))
+                kept.pop_all()
+            return forked
 
     def _spawn(self, number: int, entry: str, fds: tuple[int, int, int]) -> bool:
         assert self._template is not None
         environ = {name: value for name, value in os.environ.items() if name != "P2PSTATE_KEY"}
         message = {"t": "spawn", "id": number, "entry": entry, "environ": environ, "cwd": os.getcwd()}
-        try:
-            self._template.send(message, fds)
-            flush_later(self._node, self._template)
-        except ChannelClosed:
-            return False  # its reader notices that the template has ended
-        return True
+        return send(self._node, self._template, message, fds)  # its reader notices when it has ended
 
     def _read_template(self) -> None:
         assert self._template is not None
@@ -309,3 +303,10 @@ class Supervisor:
             worker.channel.close()
         worker.ended = True
         worker.output.close()
+
+
+def _pipe(readers: contextlib.ExitStack, writers: contextlib.ExitStack) -> tuple[int, int]:
+    read_end, write_end = os.pipe2(os.O_CLOEXEC)
+    readers.callback(os.close, read_end)
+    writers.callback(os.close, write_end)
+    return read_end, write_end

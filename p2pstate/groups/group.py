@@ -28,7 +28,7 @@ from p2pstate.groups.journal import Recording, Replay
 from p2pstate.groups.nccl import wait_on_host
 from p2pstate.groups.status import Status
 from p2pstate.groups.uncompiled import uncompiled
-from p2pstate.groups.works import CardWork, EchoWork, GuardedWork, card_of
+from p2pstate.groups.works import CardBarrier, CardWork, EchoWork, GuardedWork, StubbornWork, card_of
 from p2pstate.trace import Row
 
 __all__ = ["P2PGroup"]
@@ -141,10 +141,8 @@ class P2PGroup(ProcessGroup):
             except Exception as error:
                 self._status.fail(error, inner.epoch)
             else:
-                guarded = (work, self._status, inner.epoch, lambda: echoed(self._rank, values), value)
-                if card is not None:
-                    return CardWork(*guarded, on_end, blocks=name == "barrier")
-                return GuardedWork(*guarded, name in STUBBORN, on_end)
+                handle = _handle_of(name, card)
+                return handle(work, self._status, inner.epoch, lambda: echoed(self._rank, values), value, on_end)
         self._status.raise_if_loud()
         with torch.no_grad():
             value = values[0] if values else None
@@ -268,8 +266,8 @@ class P2PGroup(ProcessGroup):
             else:
                 if work is None:  # nothing was called in between
                     return EchoWork(None)
-                guarded = (work, self._status, inner.epoch, lambda: None, None)
-                return CardWork(*guarded) if device.type == "cuda" else GuardedWork(*guarded, False)
+                handle = CardWork if device.type == "cuda" else GuardedWork
+                return handle(work, self._status, inner.epoch, lambda: None, None)
         self._status.raise_if_loud()
         return EchoWork(None)
 
@@ -322,6 +320,13 @@ class P2PGroup(ProcessGroup):
             queued = torch.cuda.current_stream(card).record_event()
             wait_on_host(queued.query, lambda: self._status.echoing, self.timeout.total_seconds())
         self.detach()
+
+
+def _handle_of(name: str, card: torch.device | None) -> type[GuardedWork]:
+    """What an operation's handle has to do when it is waited for."""
+    if card is not None:
+        return CardBarrier if name == "barrier" else CardWork
+    return StubbornWork if name in STUBBORN else GuardedWork
 
 
 def _whole_numbers_on_cpu(tensors: list[torch.Tensor]) -> bool:

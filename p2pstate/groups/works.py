@@ -23,7 +23,7 @@ from p2pstate.groups.status import Status
 from p2pstate.groups.uncompiled import uncompiled
 from p2pstate.groups.waiting import Abandoned, call, wait_collective
 
-__all__ = ["CardWork", "EchoWork", "GuardedWork", "card_of"]
+__all__ = ["CardBarrier", "CardWork", "EchoWork", "GuardedWork", "StubbornWork", "card_of"]
 
 
 def card_of(values: Sequence[Any]) -> torch.device | None:
@@ -81,7 +81,6 @@ class EchoWork(Work):
 class GuardedWork(Work):
     """Forwards to ``work``; an error goes to the process's status, ``echo`` then fills the outputs.
 
-    ``stubborn``: the handle does not honour the deadline of a wait, which can therefore not be cut into slices.
     ``on_end``: called when the operation is seen to have ended well, perhaps more than once.
     """
 
@@ -92,31 +91,27 @@ class GuardedWork(Work):
         epoch: int,
         echo: Callable[[], Any],
         value: Any,
-        stubborn: bool,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__()
-        self._on_end = on_end
         self._work, self._status, self._epoch, self._echo, self._value = work, status, epoch, echo, value
-        self._stubborn = stubborn
+        self._on_end = on_end
         self._future: Future[Any] | None = None
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        if not timeout:  # C++ callers say "no timeout" with zero
-            timeout = None
-        self._status.trace.waits.begin()
         try:
-            if self._stubborn:
-                work, args = self._work, () if timeout is None else (timeout,)
-                call(lambda: work.wait(*args), self._is_over, "waiting")
-            else:
-                wait_collective(self._work, self._is_over, timeout)
+            self._await(timeout or None)  # C++ callers say "no timeout" with zero
         except Exception as error:
             self._failed(error)
         else:
             self._on_end()
         return True
+
+    def _await(self, timeout: timedelta | None) -> None:
+        """Return once the operation has ended. Raises what it raised, Abandoned when the round is over."""
+        self._status.trace.waits.begin()
+        wait_collective(self._work, self._is_over, timeout)
 
     def is_completed(self) -> bool:
         return self._is_over() or bool(self._work.is_completed())
@@ -188,38 +183,38 @@ class GuardedWork(Work):
 
 
 @uncompiled
+class StubbornWork(GuardedWork):
+    """A handle that does not honour the deadline of a wait, which can therefore not be cut into slices."""
+
+    def _await(self, timeout: timedelta | None) -> None:
+        self._status.trace.waits.begin()
+        work, args = self._work, () if timeout is None else (timeout,)
+        call(lambda: work.wait(*args), self._is_over, "waiting")
+
+
+@uncompiled
 class CardWork(GuardedWork):
-    """The same for an operation on a card. ``blocks``: the host is to wait for its end, as in a barrier."""
+    """An operation on a card: the host goes on at once, unless the wait has a deadline."""
 
-    def __init__(
-        self,
-        work: Any,
-        status: Status,
-        epoch: int,
-        echo: Callable[[], Any],
-        value: Any,
-        on_end: Callable[[], None] = lambda: None,
-        *,
-        blocks: bool = False,
-    ) -> None:
-        super().__init__(work, status, epoch, echo, value, False, on_end)
-        self._blocks = blocks
+    _host_waits = False
 
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        try:
-            if self._blocks or timeout:
-                wait_on_host(self._work.is_completed, self._is_over, timeout.total_seconds() if timeout else None)
-            self._work.wait()
-            if self._is_over():
-                raise Abandoned("an operation on a card was given up: the round is over")
-        except Exception as error:
-            self._failed(error)
-        else:
-            self._on_end()
-        return True
+    def _await(self, timeout: timedelta | None) -> None:
+        if self._host_waits or timeout is not None:
+            timeout_s = None if timeout is None else timeout.total_seconds()
+            wait_on_host(self._work.is_completed, self._is_over, timeout_s)
+        self._work.wait()
+        if self._is_over():
+            raise Abandoned("an operation on a card was given up: the round is over")
 
     def get_future(self) -> Future[Any]:
         """NCCL's own: it is done at once, and whoever waits for it orders streams."""
         self._on_end()
         future: Future[Any] = self._work.get_future()
         return future
+
+
+@uncompiled
+class CardBarrier(CardWork):
+    """Waiting for it is to wait for its end, on the host as well."""
+
+    _host_waits = True
