@@ -75,10 +75,9 @@ class _Collector:
         yield _gauge("warm_processes", "Processes that are ready to take a rank.", {}, status["num_warm"])
         if ranks:
             lags = [rank["step"] - rank["protected"] for rank in ranks if rank["protected"] is not None]
-            yield _gauge("committed_step", "The newest step that all of this node's ranks have committed.", {},
-                         min(rank["step"] for rank in ranks))  # fmt: skip
-            yield _gauge("step_age_seconds", "Since the newest committed step.", {},
-                         max(rank["told_s_ago"] for rank in ranks))  # fmt: skip
+            step, age_s = min(rank["step"] for rank in ranks), max(rank["told_s_ago"] for rank in ranks)
+            yield _gauge("committed_step", "The newest step that all of this node's ranks have committed.", {}, step)
+            yield _gauge("step_age_seconds", "Since the newest committed step.", {}, age_s)
             if lags:
                 yield _gauge("protected_lag_steps", "Committed steps that are not protected yet.", {}, max(lags))
         members = [(str(member["role"]), str(member["state"])) for member in status["members"].values()]

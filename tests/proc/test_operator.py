@@ -31,10 +31,14 @@ RUNS = runs_path("default")
 WITHIN_S = 120.0
 VERBS = ["get", "list", "watch", "create", "patch", "delete"]
 RESOURCES = {
-    "/api/v1": [("pods", "Pod", True), ("services", "Service", True), ("configmaps", "ConfigMap", True),
-                ("nodes", "Node", False)],
+    "/api/v1": [
+        ("pods", "Pod", True),
+        ("services", "Service", True),
+        ("configmaps", "ConfigMap", True),
+        ("nodes", "Node", False),
+    ],
     "/apis/p2pstate.dev/v1alpha1": [("runs", "Run", True)],
-}  # fmt: skip
+}
 DISCOVERY: dict[str, Any] = {
     "/version": {"major": "1", "minor": "33", "gitVersion": "v1.33.0"},
     "/api": {"versions": ["v1"]},
