@@ -224,8 +224,10 @@ Layout, from the top down (a file imports only what stands above it):
     integrations/mlflow.py
     integrations/lightning.py    Lightning's, with a callback
     integrations/torchtitan.py   torchtitan's, with a checkpoint manager
+    keygen.py               p2pstate keygen
     tools.py                p2pstate
     cli.py                  p2prun
+    __main__.py             python -m p2pstate
 End of layout.
 """
 

@@ -23,7 +23,7 @@ from p2pstate.options import HelpFormatter
 from rendezvous.operator import Line
 from rendezvous.standing import newest_view
 
-__all__ = ["Fault", "Standing", "add_command", "draw", "read_schedule", "run_command"]
+__all__ = ["Fault", "Standing", "add_commands", "draw", "read_schedule"]
 
 POLL_S = 0.3
 ANSWER_S = 5.0
@@ -112,10 +112,9 @@ def read_schedule(lines: Sequence[str]) -> list[Fault]:
 EXAMPLE = '{"action": "kill", "rank": 1, "phase": "stepping", "after_s": 10, "at_step": 50}'
 
 
-def add_command(commands: Any) -> None:
+def add_commands(commands: Any) -> None:
     parser = commands.add_parser(
         "chaos",
-        help="inject faults into a running job (p2prun --chaos)",
         description="Inject faults into a job that was started with p2prun --chaos: one after the other, each once the "
         f"job has survived the one before. A schedule has one JSON object a line, like {EXAMPLE}. Exit code: 0 all "
         "were survived, 1 the job did not go on, 78 bad options.",
@@ -130,6 +129,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("--schedule", metavar="FILE", help="these faults in place of random ones")
     parser.add_argument("--survive-within", type=float, default=120.0, metavar="S", help="or the job has not gone on")
+    parser.set_defaults(run=run_command)
 
 
 def run_command(options: argparse.Namespace) -> int:

@@ -12,17 +12,18 @@ import signal
 import socket
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from p2pstate.agent.agent import Agent
 from p2pstate.agent.hang import DEFAULT_FLOOR_S
 from p2pstate.agent.job import Job
-from p2pstate.agent.serving import read_token
 from p2pstate.errors import EXIT_CONFIG
-from p2pstate.operating import OPERATING
 from p2pstate.options import HelpFormatter, add_detection, add_network, add_run, make_config, read_labels
-from p2pstate.witness import Witness
 from rendezvous.config import Config
 from rendezvous.types import RendezvousError, Role
+
+if TYPE_CHECKING:  # each command imports what it runs, and no other has to wait for that
+    from p2pstate.agent.agent import Agent
+    from p2pstate.witness import Witness
 
 __all__ = ["main", "p2prun"]
 
@@ -42,12 +43,16 @@ Exit codes: 0 finished, 1 the script failed, 75 no going on here (start again), 
 
 def p2prun(argv: Sequence[str] | None = None) -> int:
     """Run one node: its agent is this process, its workers are this process's descendants."""
+    from p2pstate.operating import OPERATING
+
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments[:1] == ["witness"]:
         return _witness(arguments[1:])
     if arguments and arguments[0] in OPERATING:
         return OPERATING[arguments[0]](arguments[1:])
     options = _parser().parse_args(arguments)
+    from p2pstate.agent.agent import Agent
+
     try:
         config, job = _configure(options)
         agent = Agent(config, job)
@@ -73,7 +78,7 @@ def _end_on_signals(member: Agent | Witness, who: str) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """``p2pstate``: tools around a run."""
-    from p2pstate.tools import run_tool  # every node of a run would wait for their modules
+    from p2pstate.tools import run_tool
 
     return run_tool(argv)
 
@@ -90,6 +95,8 @@ def _witness(arguments: Sequence[str]) -> int:
     add_detection(parser)
     parser.add_argument("--name", default=f"witness-{socket.gethostname()}", help="unique within the run")
     options = parser.parse_args(arguments)
+    from p2pstate.witness import Witness
+
     try:
         config = make_config(options, Role.WITNESS, num_workers=0)
         witness = Witness(config)
@@ -186,6 +193,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
     """Raises ValueError or OSError, saying what is wrong with which option and what to do."""
+    from p2pstate.agent.serving import read_token
+    from p2pstate.operating import OPERATING
+
     if options.nproc_per_node < 1:
         raise ValueError(f"--nproc-per-node {options.nproc_per_node}: at least one worker is needed")
     if not 0 <= options.rehearse <= options.nproc_per_node:

@@ -27,15 +27,15 @@ import psutil
 
 from p2pstate.groups.nccl_settings import conflicts
 from p2pstate.memory import Bound, room
-from p2pstate.options import add_network, operator_config
+from p2pstate.options import add_network, contacts_of, operator_config
 from p2pstate.sizes import size_text
 from rendezvous.config import Config, split_endpoint
-from rendezvous.discovery import read_contacts
+from rendezvous.discovery import names_loopback, read_contacts
 from rendezvous.interfaces import interface_host
 from rendezvous.types import RendezvousError, split_address
 from rendezvous.zmq_transport import ZmqTransport, has_curve
 
-__all__ = ["Finding", "Level", "add_command", "run_command"]
+__all__ = ["Finding", "Level", "add_commands"]
 
 MIN_OPEN_FILES = 4096
 MIN_LOCKED_BYTES = 1 << 30
@@ -62,16 +62,16 @@ class Finding:
     fix: str = ""
 
 
-def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "doctor",
-        help="look whether this host is ready for a run",
         description="Look whether this host is ready for a run: plug-ins, key, addresses, ports, limits, memory. Give "
         "it the options that the node gets. Exit code: 0 ready (perhaps with warnings), 1 something must be fixed.",
     )
     parser.add_argument("--run-id", default="doctor", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_network(parser)
+    parser.set_defaults(run=run_command)
 
 
 def run_command(options: argparse.Namespace) -> int:
@@ -105,7 +105,7 @@ def examine(options: argparse.Namespace) -> list[Finding]:
         ("plug-ins", check_plugins),
         ("encryption", check_encryption),
         ("network", lambda: check_network(options)),
-        ("interfaces", lambda: check_interfaces(os.environ)),
+        ("interfaces", lambda: check_interfaces(os.environ, several_hosts=_spans_hosts(options))),
         ("NCCL", lambda: check_nccl(os.environ, has_card())),
         ("kernel", check_kernel),
         ("open files", lambda: check_open_files(*resource.getrlimit(resource.RLIMIT_NOFILE))),
@@ -153,9 +153,10 @@ def check_encryption() -> Iterator[Finding]:
 
 def check_network(options: argparse.Namespace) -> Iterator[Finding]:
     """The key, the contacts, the address this node would listen at, and the one it would tell."""
-    contacts = tuple(part.strip() for part in options.contacts.split(",") if part.strip())
+    contacts = contacts_of(options)
     if not contacts:
-        yield Finding("contacts", Level.WARNING, "none were given: only this host is looked at", "give --contacts")
+        text = "none were given: only this host is looked at; give the options of the node for more"
+        yield Finding("contacts", Level.OK, text)
     try:
         config = operator_config(argparse.Namespace(**{**vars(options), "contacts": options.contacts or NOBODY}))
         transport = ZmqTransport(config)
@@ -213,8 +214,9 @@ def reach(address: str) -> str:
         return f"no answer ({error}): the host is down, or a firewall drops the connection"
 
 
-def check_interfaces(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Interfaces that gloo and NCCL were told to use exist here. NCCL also knows prefixes, `=` and `^`."""
+def check_interfaces(env: Mapping[str, str], *, several_hosts: bool) -> Iterator[Finding]:
+    """Interfaces that gloo and NCCL were told to use exist here (NCCL also knows prefixes, `=` and `^`); others reach
+    the address that gloo would choose."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         for name in filter(None, env.get(variable, "").split(",")):
             if variable.startswith("NCCL") and not name.startswith("="):
@@ -236,7 +238,16 @@ def check_interfaces(env: Mapping[str, str]) -> Iterator[Finding]:
             f"the host name {name} resolves to {where}, where gloo then listens: ranks of other hosts do not reach it"
         )
         fix = "set GLOO_SOCKET_IFNAME=IFACE, or let the name resolve to this host's address (not on one host alone)"
-        yield Finding("interfaces", Level.WARNING, text, fix)
+        if several_hosts:
+            yield Finding("interfaces", Level.WARNING, text, fix)
+        else:
+            yield Finding("interfaces", Level.OK, f"the host name {name} means this host alone, as does this run")
+
+
+def _spans_hosts(options: argparse.Namespace) -> bool:
+    """Whether these are options of a node that nodes on other hosts are to reach."""
+    addresses = [*contacts_of(options), *filter(None, (options.bind, options.advertise))]
+    return bool(options.iface) or not all(map(names_loopback, addresses))
 
 
 def check_nccl(env: Mapping[str, str], card: bool) -> Iterator[Finding]:

@@ -16,7 +16,16 @@ from rendezvous.keys import read_key_file
 from rendezvous.types import Role
 from rendezvous.zmq_transport import check_exposure
 
-__all__ = ["HelpFormatter", "add_detection", "add_network", "add_run", "make_config", "operator_config", "read_labels"]
+__all__ = [
+    "HelpFormatter",
+    "add_detection",
+    "add_network",
+    "add_run",
+    "contacts_of",
+    "make_config",
+    "operator_config",
+    "read_labels",
+]
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -79,7 +88,7 @@ def make_config(
         raise ValueError(f"--nnodes {options.nnodes}: give a number, or MIN:MAX")
     if not 1 <= int(low) <= int(high or low):
         raise ValueError(f"--nnodes {options.nnodes}: at least one node is needed, and MIN must not be above MAX")
-    contacts = _contacts(options)
+    contacts = contacts_of(options)
     if not contacts and (role is Role.WITNESS or int(high or low) + options.spares + options.witnesses > 1):
         raise ValueError("--contacts is missing: list host:port of some nodes of this run (this one may be among them)")
     elsewhere = options.iface or any(f"P2PSTATE_{name}" in os.environ for name in ("BIND", "IFACE"))
@@ -109,7 +118,7 @@ def make_config(
 
 def operator_config(options: argparse.Namespace) -> Config:
     """For a command that is no member of the run. Raises as `make_config` does."""
-    contacts = _contacts(options)
+    contacts = contacts_of(options)
     if not contacts:
         raise ValueError("--contacts is missing: list host:port of some nodes of the run")
     config = Config.from_env(
@@ -126,7 +135,7 @@ def operator_config(options: argparse.Namespace) -> Config:
     return config
 
 
-def _contacts(options: argparse.Namespace) -> tuple[str, ...]:
+def contacts_of(options: argparse.Namespace) -> tuple[str, ...]:
     return tuple(part.strip() for part in options.contacts.split(",") if part.strip())
 
 

@@ -8,7 +8,9 @@ Limits: one run per directory; a node that was killed, or whose disk was full, t
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +18,28 @@ from typing import Any
 
 from p2pstate.errors import EXIT_CONFIG, EXIT_RETRY
 
-__all__ = ["RunVerdict", "read_verdict"]
+__all__ = ["RunVerdict", "add_commands", "read_verdict"]
+
+
+def add_commands(commands: Any) -> None:
+    """Adds ``verdict`` to the subparsers of ``p2pstate``."""
+    verdict = commands.add_parser(
+        "verdict",
+        description="Say how a run ended, and exit with the run's exit code: 75 while no node has told an end.",
+    )
+    verdict.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="p2prun's --run-dir, of this run only")
+    verdict.set_defaults(run=run_command)
+
+
+def run_command(options: argparse.Namespace) -> int:
+    run_dir: Path = options.run_dir
+    try:
+        verdict = read_verdict(run_dir)
+    except OSError as error:
+        print(f"p2pstate verdict: {run_dir} cannot be read: {error.strerror}", file=sys.stderr)
+        return EXIT_CONFIG
+    print(f"{verdict.text} (exit code {verdict.code})")
+    return verdict.code
 
 
 @dataclass(frozen=True, slots=True)

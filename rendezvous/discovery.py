@@ -148,7 +148,7 @@ def _outgoing_host(contacts: Sequence[str], *, only_v4: bool) -> str:
 
     read, problems = read_contacts(contacts)
     addresses = usable(read)
-    on_loopback = usable(read_contacts([contact for contact in contacts if _names_loopback(contact)])[0])
+    on_loopback = usable(read_contacts([contact for contact in contacts if names_loopback(contact)])[0])
     if addresses and addresses == on_loopback:
         return split_address(addresses[0])[0]
     local = {address: is_local(split_address(address)[0]) for address in addresses}
@@ -198,7 +198,7 @@ def local_binds(contacts: Sequence[str]) -> list[str]:
     found: list[str] = []
     only_loopback, v6 = True, False
     for contact in contacts:
-        named_loopback = _names_loopback(contact)
+        named_loopback = names_loopback(contact)
         here = []
         for address in read_contacts([contact])[0]:
             host, port = split_address(address)
@@ -216,7 +216,7 @@ def local_binds(contacts: Sequence[str]) -> list[str]:
     return [*dict.fromkeys(found), join_address(loopback_host if only_loopback else everywhere, 0)]
 
 
-def _names_loopback(contact: str) -> bool:
+def names_loopback(contact: str) -> bool:
     """Whatever host reads it: not so a host's own name, which may resolve to loopback there and only there."""
     if is_literal(contact):
         return ipaddress.ip_address(split_address(contact)[0]).is_loopback

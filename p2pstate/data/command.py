@@ -11,12 +11,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_command", "run_command"]
+__all__ = ["add_commands"]
 
 
-def add_command(commands: Any) -> None:
+def add_commands(commands: Any) -> None:
     """Adds ``data`` to the subparsers of ``p2pstate``."""
-    data = commands.add_parser("data", help="prepare training data")
+    data = commands.add_parser("data", description="Prepare training data.")
     actions = data.add_subparsers(dest="action", metavar="ACTION", required=True)
     packer = actions.add_parser(
         "pack",
@@ -31,6 +31,7 @@ def add_command(commands: Any) -> None:
     packer.add_argument("--dtype", default="uint16", help="uint8, uint16 or uint32")
     packer.add_argument("--field", default="text", metavar="NAME", help="of a JSON object, which holds the text")
     packer.add_argument("--end-token", type=int, metavar="N", help="a token put behind each document")
+    data.set_defaults(run=run_command)
 
 
 def run_command(options: argparse.Namespace) -> int:

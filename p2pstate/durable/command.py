@@ -19,7 +19,7 @@ from p2pstate.sizes import size_text
 if TYPE_CHECKING:
     from p2pstate.durable.catalog import Found
 
-__all__ = ["add_commands", "run_checkpoints", "run_export"]
+__all__ = ["add_commands"]
 
 PROGRESS_INTERVAL_S = 1.0
 MAX_VALUE_CHARACTERS = 120
@@ -29,7 +29,6 @@ def add_commands(commands: Any) -> None:
     """Adds ``checkpoints`` and ``export`` to the subparsers of ``p2pstate``."""
     parser = commands.add_parser(
         "checkpoints",
-        help="list, verify, show or delete the checkpoints of a run",
         description="List, verify, show or delete the checkpoints of a run. Exit code: 0, or 1 for a damaged one.",
     )
     parser.add_argument("path", metavar="PLACE", help="what Replicator(checkpoint=...) was given")
@@ -40,15 +39,16 @@ def add_commands(commands: Any) -> None:
         "names", nargs="*", metavar="NAME", help="of checkpoints; without: verify all, show the newest complete one"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object per checkpoint and line (list, verify)")
+    parser.set_defaults(run=run_checkpoints)
     export = commands.add_parser(
         "export",
-        help="write the weights of a checkpoint as safetensors",
         description="Write the weights of a checkpoint, without optimizer and data position, as safetensors.",
     )
     export.add_argument("path", metavar="PLACE", help="what Replicator(checkpoint=...) was given")
     export.add_argument("output", type=Path, metavar="FILE.safetensors", help="a new file")
     export.add_argument("--name", help="of the checkpoint; the newest complete one otherwise")
     export.add_argument("--rank", type=int, help="write what differs from rank to rank as this one has it")
+    export.set_defaults(run=run_export)
 
 
 def run_checkpoints(options: argparse.Namespace) -> int:

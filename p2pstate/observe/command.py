@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-__all__ = ["add_command", "run_command"]
+__all__ = ["add_commands"]
 
 
-def add_command(commands: Any) -> None:
+def add_commands(commands: Any) -> None:
     """Adds ``report`` to the subparsers of ``p2pstate``."""
     report = commands.add_parser(
         "report",
-        help="what happened in a run, as one HTML page",
         description="Read what the nodes of a run wrote into their run directory (--run-dir, or the directory of a "
         "RunMeter; copy the files of all nodes together if they have none in common), and make one HTML page of it.",
     )
@@ -27,6 +26,7 @@ def add_command(commands: Any) -> None:
     report.add_argument("--output", metavar="FILE", type=Path, help="the page (default: RUN_DIR/report.html)")
     report.add_argument("--trace", metavar="FILE", type=Path, help="also a trace for ui.perfetto.dev, as JSON")
     report.add_argument("--json", action="store_true", help="the goodput as one JSON object instead of text")
+    report.set_defaults(run=run_command)
 
 
 def run_command(options: argparse.Namespace) -> int:

@@ -19,18 +19,19 @@ from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.whole import WINDOWS, headline
 from p2pstate.sizes import size_text
 
-__all__ = ["add_command", "run_command"]
+__all__ = ["add_commands"]
 
 ANSWER_S = 6.0
 
 
-def add_command(commands: Any) -> None:
+def add_commands(commands: Any) -> None:
     """Adds ``top`` to the subparsers of ``p2pstate``."""
-    top = commands.add_parser("top", help="watch a run in the terminal", description="Watch a run in the terminal.")
+    top = commands.add_parser("top", description="Watch a run in the terminal.")
     top.add_argument("url", metavar="URL", help="of any node's page (p2prun --http), such as http://127.0.0.1:8600/")
     top.add_argument("--token-file", metavar="FILE", help="what the page's --http-token-file holds")
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="(default: 1)")
     top.add_argument("--once", action="store_true", help="print it once, and end")
+    top.set_defaults(run=run_command)
 
 
 def run_command(options: argparse.Namespace) -> int:

@@ -20,7 +20,7 @@ from p2pstate.planning.units import bytes_text, duration_text
 if TYPE_CHECKING:
     from p2pstate.planning.plan import Plan
 
-__all__ = ["add_command", "run_command"]
+__all__ = ["add_commands"]
 
 EPILOG = """\
 Durations are written 90s, 10min, 1.5h, 7d; sizes 980GB, 1.2TB; counts 70B, 8e9; parts 1% or 0.01.
@@ -31,12 +31,11 @@ Defaults are round assumptions for nodes of 8 GPUs; give what you have measured.
 """
 
 
-def add_command(commands: Any) -> None:
+def add_commands(commands: Any) -> None:
     """Adds ``plan`` to the subparsers of ``p2pstate``."""
     default = Inputs(num_gpus=8, gpu_mtbf_s=1.0)
     plan = commands.add_parser(
         "plan",
-        help="how often a cluster fails, and what checkpoints and copies are worth there",
         description="How often a cluster fails, and what checkpointing, asynchronous checkpointing and copies in "
         "other nodes' memory are worth there.",
         usage="p2pstate plan --gpus N (--mtbf H | --yearly-rate PART | --failure-every H | --run-dir DIR) [OPTION ...]",
@@ -134,6 +133,7 @@ def add_command(commands: Any) -> None:
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
     output.add_argument("--plot", metavar="FILE", help="also draw a picture: .png, .svg or .pdf (needs matplotlib)")
     add(output, "--seed", _whole, "N", "of the simulation (default: 0)", default=0)
+    plan.set_defaults(run=run_command)
 
 
 _FIELDS = {  # option -> field of Inputs

@@ -68,3 +68,12 @@ def test_help_names_no_default_that_says_nothing(command: list[str], capsys: pyt
         assert said
         said_at_once = " ".join(said.split())
         assert not [text for text in ("None", ")", "False", "[]") if f"(default: {text}" in said_at_once]
+
+
+def test_tools_run_as_a_module_and_do_not_wait_for_what_nodes_of_a_run_import(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "p2pstate", "keygen", str(tmp_path / "run.key")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "run.key").exists()
+    assert "rendezvous.keys" in ended.stderr
+    assert not [name for name in ("torch", "zmq", "p2pstate.agent") if f" {name}\n" in ended.stderr]
