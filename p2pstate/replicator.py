@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore
 from p2pstate.block import StepBlock
 from p2pstate.cards.card import CudaCard
 from p2pstate.description import Description, describe, leaf_groups
-from p2pstate.durable.remote import is_url
+from p2pstate.durable.remote import is_url, local_path
 from p2pstate.errors import ConfigError
 from p2pstate.feed import LoopPosition
 from p2pstate.footprint import memory_need
@@ -354,7 +354,7 @@ def _policy(
             f"checkpoint={where!r}: give a URL as a string; a path has one slash less, and is another place"
         )
     return CheckpointPolicy(
-        path=place if is_url(place) else os.path.abspath(place.removeprefix("file://")),
+        path=place if is_url(place) else os.path.abspath(local_path(place)),
         every_steps=None if isinstance(every, timedelta) else every,
         every_s=every.total_seconds() if isinstance(every, timedelta) else None,
         keep=keep,

@@ -38,6 +38,11 @@ class CheckpointPolicy:
             raise ValueError(f"checkpoint_every={self.every_s} s: give a time above 0")
         if self.every_steps is not None and self.every_steps < 1:
             raise ValueError(f"checkpoint_every={self.every_steps}: give 1 or more steps, or a timedelta")
+        if self.path.startswith("memory://"):
+            raise ValueError(
+                f"checkpoint={self.path!r} is memory of the one process that writes, and ends with it: give storage "
+                "that all nodes share, or leave checkpoint= out"
+            )
 
 
 @dataclass(frozen=True, slots=True)

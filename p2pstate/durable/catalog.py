@@ -26,7 +26,8 @@ _NAME = re.compile(r"(\d{6,})-step(\d+)")
 @dataclass(frozen=True, slots=True)
 class Found:
     """``problem``: why it cannot be used; empty for a complete one, whose bytes may still turn out to be damaged.
-    ``interrupted``: the save did not come to its end (or has not yet), nothing else is known to be wrong."""
+    ``interrupted``: the save did not come to its end (or has not yet), nothing else is known to be wrong.
+    ``unreadable``: storage failed when it was looked at, so nothing is known of it."""
 
     storage: Storage
     name: str
@@ -34,6 +35,7 @@ class Found:
     step: int
     problem: str = ""
     interrupted: bool = False
+    unreadable: bool = False
     manifest: Manifest | None = None
 
     @property
@@ -48,8 +50,12 @@ class Found:
 
 
 def list_checkpoints(storage: Storage) -> list[Found]:
-    """The newest first; empty when nothing was ever saved. Raises OSError when that cannot be read."""
+    """The newest first; empty when nothing was ever saved. Raises OSError when the place cannot be read, or some saves
+    cannot, and none of the others is complete."""
     found = [find(storage, name) for name in storage.saves() if _NAME.fullmatch(name)]
+    unreadable = [f"{each.name} {each.problem}" for each in found if each.unreadable]
+    if unreadable and all(each.problem for each in found):
+        raise OSError("; ".join(unreadable))
     return sorted(found, key=lambda each: each.serial, reverse=True)
 
 
@@ -57,6 +63,13 @@ def find(storage: Storage, name: str) -> Found:
     """Look at one save: are all of its files there, with the right sizes?"""
     match = _NAME.fullmatch(name)
     serial, step = (int(match[1]), int(match[2])) if match else (0, 0)
+    try:
+        return _look(storage, name, serial, step)
+    except OSError as error:
+        return Found(storage, name, serial, step, f"cannot be read: {error.strerror or error}", unreadable=True)
+
+
+def _look(storage: Storage, name: str, serial: int, step: int) -> Found:
     sizes = storage.sizes(name)
     if MANIFEST not in sizes:
         if METADATA in sizes:
@@ -99,10 +112,10 @@ def damaged_files(
     return wrong
 
 
-def next_name(existing: Sequence[Found], step: int) -> str:
-    """A name that no save has had: serials only grow, so the newest save has the highest."""
-    serial = max((found.serial for found in existing), default=0) + 1
-    return f"{serial:06d}-step{step}"
+def next_name(storage: Storage, step: int) -> str:
+    """A name that no save has had: serials only grow, so the newest save has the highest. Raises OSError."""
+    serials = [int(match[1]) for match in map(_NAME.fullmatch, storage.saves()) if match]
+    return f"{max(serials, default=0) + 1:06d}-step{step}"
 
 
 def to_delete(existing: Sequence[Found], keep: int) -> list[Found]:

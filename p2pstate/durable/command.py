@@ -53,11 +53,6 @@ def add_commands(commands: Any) -> None:
 
 def run_checkpoints(options: argparse.Namespace) -> int:
     """Exit code."""
-    from p2pstate.durable.catalog import list_checkpoints
-    from p2pstate.durable.manifest import MANIFEST, METADATA
-    from p2pstate.durable.remote import open_storage
-    from p2pstate.durable.storage import Directory
-
     actions: dict[str, Callable[[argparse.Namespace, list[Found]], int]] = {
         "list": _list,
         "verify": _verify,
@@ -65,18 +60,13 @@ def run_checkpoints(options: argparse.Namespace) -> int:
         "delete": _delete,
     }
     try:
-        storage = open_storage(options.path)
-        if isinstance(storage, Directory) and not storage.root.is_dir():
-            raise ValueError(f"there is no directory {options.path}")
-        found = list_checkpoints(storage)
-        if not found and storage.sizes("").keys() & {MANIFEST, METADATA}:
-            raise ValueError(
-                f"{options.path} is a single checkpoint: give the place it is in, and its name after the action"
-            )
+        found = _find(options.path)
         unknown = sorted(set(options.names) - {each.name for each in found})
         if unknown:
             there = ", ".join(each.name for each in found) or "nothing"
             raise ValueError(f"no checkpoint called {unknown[0]} in {options.path} (there is: {there})")
+        if not found and not options.json:
+            print(f"no checkpoints in {options.path}")
         return actions[options.action](options, found)
     except BrokenPipeError:
         raise
@@ -87,15 +77,16 @@ def run_checkpoints(options: argparse.Namespace) -> int:
 
 def run_export(options: argparse.Namespace) -> int:
     """Exit code."""
-    from p2pstate.durable.catalog import damaged_files, list_checkpoints
+    from p2pstate.durable.catalog import damaged_files
     from p2pstate.durable.export import differing, export_weights
-    from p2pstate.durable.remote import open_storage
 
     try:
-        complete = [each for each in list_checkpoints(open_storage(options.path)) if not each.problem]
-        chosen = [each for each in complete if options.name in (None, each.name)]
+        found = [each for each in _find(options.path) if options.name in (None, each.name)]
+        chosen = [each for each in found if not each.problem]
         if not chosen:
-            raise ValueError(f"no complete checkpoint {options.name or ''} in {options.path}".replace("  ", " "))
+            wanted = f"complete checkpoint {options.name}" if options.name else "complete checkpoint"
+            reasons = "; ".join(f"{each.name} is not usable: {each.problem}" for each in found)
+            raise ValueError(f"no {wanted} in {options.path}{reasons and f' ({reasons})'}")
         manifest = chosen[0].manifest
         damaged = damaged_files(chosen[0], progress=_Progress(_num_bytes(chosen[:1])))
         if damaged:
@@ -116,14 +107,28 @@ def run_export(options: argparse.Namespace) -> int:
     return 0
 
 
+def _find(place: str) -> list[Found]:
+    """The newest first. Raises ValueError for what is no place of checkpoints, OSError for what cannot be read."""
+    from p2pstate.durable.catalog import list_checkpoints
+    from p2pstate.durable.manifest import MANIFEST, METADATA
+    from p2pstate.durable.remote import open_storage
+    from p2pstate.durable.storage import Directory
+
+    storage = open_storage(place)
+    if isinstance(storage, Directory) and not storage.root.is_dir():
+        raise ValueError(f"there is no directory {place}")
+    found = list_checkpoints(storage)
+    if not found and storage.sizes("").keys() & {MANIFEST, METADATA}:
+        raise ValueError(f"{place} is a single checkpoint: give the place it is in, and its name as a further argument")
+    return found
+
+
 def _list(options: argparse.Namespace, found: list[Found]) -> int:
     chosen = _chosen(options.names, found)
     if options.json:
         for each in chosen:
             print(json.dumps(_plain(each)))
         return 0
-    if not chosen:
-        print(f"no checkpoints in {options.path}")
     for each in chosen:
         if each.manifest is None or each.problem:
             print(f"{each.name:24} not usable: {each.problem}")
@@ -155,9 +160,10 @@ def _verify(options: argparse.Namespace, found: list[Found]) -> int:
 def _show(options: argparse.Namespace, found: list[Found]) -> int:
     from p2pstate.durable.dcp_read import Reader
 
-    chosen = _chosen(options.names, [each for each in found if not each.problem])
-    for each in chosen if options.names else chosen[:1]:
-        assert each.manifest is not None
+    complete = [each for each in found if not each.problem]
+    for each in _chosen(options.names, found) if options.names else complete[:1] or found[:1]:
+        if each.manifest is None or each.problem:
+            raise ValueError(f"{each.name} is not usable: {each.problem}")
         m = each.manifest
         print(f"{each.path}: step {m.version.step} of run {m.run[0]}, {m.world_size} ranks, {size_text(m.num_bytes)}")
         reader = Reader(each)

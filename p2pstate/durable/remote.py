@@ -26,15 +26,20 @@ import xxhash
 from p2pstate.durable.files import digest_of, digest_of_file
 from p2pstate.durable.storage import Directory, Storage
 
-__all__ = ["RemoteStorage", "is_url", "open_storage"]
+__all__ = ["RemoteStorage", "is_url", "local_path", "open_storage"]
 
 BLOCK_BYTES = 16 << 20  # read at once: a file is read from its begin to its end, mostly
-_LOCAL = "file://"
+_LOCAL = ("file://", "local://")  # fsspec has two names for it
 
 
 def is_url(where: str) -> bool:
     """Whether it names something else than a path of this host's file systems."""
     return "://" in where and not where.startswith(_LOCAL)
+
+
+def local_path(where: str) -> Path:
+    """Of what :func:`is_url` does not call a URL."""
+    return Path(where.removeprefix(_LOCAL[0]).removeprefix(_LOCAL[1]))
 
 
 def open_storage(where: str, stage: str = "") -> Storage:
@@ -43,7 +48,7 @@ def open_storage(where: str, stage: str = "") -> Storage:
     Raises ValueError when no file system is known for the URL, ImportError when a package for it is missing.
     """
     if not is_url(where):
-        return Directory(Path(where.removeprefix(_LOCAL)))
+        return Directory(local_path(where))
     return RemoteStorage(where.rstrip("/"), _stage_of(where, stage))
 
 

@@ -91,12 +91,9 @@ def _packed(complete: Sequence[tuple[str, str]], skipped: Sequence[str], error: 
     return msgpack.packb({"complete": complete, "skipped": skipped, "error": error})
 
 
-def _verify(storage: Storage, name: str, digest: str, rank: int, world_size: int) -> tuple[Found | None, list[str]]:
+def _verify(storage: Storage, name: str, digest: str, rank: int, world_size: int) -> tuple[Found, list[str]]:
     """This rank's part of the files. Storage may fail for one rank only: nobody waits for it in vain."""
-    try:
-        found = find(storage, name)
-    except OSError as error:
-        return None, [f"it cannot be read: {error}"]
+    found = find(storage, name)
     if found.problem or found.manifest is None:
         return found, [found.problem]
     if found.manifest.digest != digest:

@@ -9,11 +9,12 @@ Invariants: a file that :meth:`Storage.store` returned for was read back from st
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from stat import S_ISDIR, S_ISREG
 from typing import BinaryIO, Protocol
 
 from p2pstate.durable.files import digest_of_file, sync_directory
@@ -85,20 +86,12 @@ class Directory:
         (self.root / save / name).unlink(missing_ok=True)
 
     def saves(self) -> list[str]:
-        try:
-            return [entry.name for entry in os.scandir(self.root) if entry.is_dir()]
-        except FileNotFoundError:
-            return []
+        found = ((entry, _stat(entry)) for entry in _entries(self.root))
+        return [entry.name for entry, stat in found if (S_ISDIR(stat.st_mode) if stat else entry.is_symlink())]
 
     def sizes(self, save: str) -> dict[str, int]:
-        found = {}
-        try:
-            for entry in os.scandir(self.root / save):
-                with contextlib.suppress(FileNotFoundError):
-                    found[entry.name] = entry.stat().st_size
-        except FileNotFoundError:
-            return {}
-        return found
+        found = ((entry.name, _stat(entry)) for entry in _entries(self.root / save))
+        return {name: stat.st_size for name, stat in found if stat and S_ISREG(stat.st_mode)}
 
     def open(self, save: str, name: str) -> BinaryIO:
         return open(self.root / save / name, "rb")
@@ -107,5 +100,28 @@ class Directory:
         return self.open(save, name)
 
     def delete(self, save: str, marker: str) -> None:
+        path = self.root / save
+        if path.is_symlink():
+            path.unlink()  # what it leads to was put elsewhere by somebody
+            return
         self.discard(save, marker)
-        shutil.rmtree(self.root / save)
+        shutil.rmtree(path)
+
+
+def _entries(path: Path) -> list[os.DirEntry[str]]:
+    try:
+        return list(os.scandir(path))
+    except FileNotFoundError:
+        if path.is_symlink():  # to storage that is not mounted, say: nobody knows what is there
+            raise
+        return []
+
+
+def _stat(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """None: it was deleted meanwhile, or is a link that leads nowhere."""
+    try:
+        return entry.stat()
+    except OSError as error:
+        if error.errno in (errno.ENOENT, errno.ELOOP):
+            return None
+        raise

@@ -75,7 +75,7 @@ class _Writer:
 
     def begin(self, *, serial: int, where: list[str], step: int) -> dict[str, Any]:
         storage = self._storage(where)
-        name = next_name(list_checkpoints(storage), step)
+        name = next_name(storage, step)
         storage.begin(name)
         return {"name": name}
 

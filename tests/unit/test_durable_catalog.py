@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from durable_site import Site
 from torch.distributed import HashStore
 
-from p2pstate.durable.catalog import delete, list_checkpoints, next_name, to_delete
+from p2pstate.durable.catalog import damaged_files, delete, list_checkpoints, next_name, to_delete
 from p2pstate.durable.manifest import MANIFEST, METADATA, Damaged, Manifest
 from p2pstate.durable.resume import Resolved, resolve
 from p2pstate.durable.storage import Directory, Storage
@@ -53,7 +55,13 @@ def truncate(path: Path) -> None:
         file.truncate(path.stat().st_size // 2)
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+def pipe(path: Path) -> None:
+    """Whoever opens it to read waits for ever."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no marker": (lambda d: (d / METADATA).unlink(), "was not published"),
     "no manifest": (lambda d: (d / MANIFEST).unlink(), "is missing"),
     "nothing but data": (lambda d: [(d / n).unlink() for n in (METADATA, MANIFEST)], "interrupted before"),
@@ -64,6 +72,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "marker truncated": (lambda d: truncate(d / METADATA), ".metadata has"),
     "manifest flipped": (lambda d: flip(d / MANIFEST), "p2pstate.manifest is damaged"),
     "manifest truncated": (lambda d: truncate(d / MANIFEST), "p2pstate.manifest is damaged"),
+    "data is a pipe": (lambda d: pipe(d / "__0_0.distcp"), "__0_0.distcp is missing"),
+    "manifest is a pipe": (lambda d: pipe(d / MANIFEST), "is missing"),
+    "link that leads nowhere": (lambda d: (d.rename(d.with_name("away")), d.symlink_to("gone")), "cannot be read"),
+    "link to itself": (lambda d: (d.rename(d.with_name("away")), d.symlink_to(d.name)), "cannot be read"),
     "empty": (lambda d: [path.unlink() for path in d.iterdir()], "interrupted before"),
 }
 
@@ -102,10 +114,31 @@ def test_directory_that_does_not_exist_has_no_checkpoint(tmp_path: Path) -> None
 
 
 def test_directory_that_cannot_be_read_is_an_error_and_not_a_fresh_start(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    path.write_text("")
-    with pytest.raises(ConfigError, match="cannot be read"):
-        resolve(HashStore(), Directory(path), 0, 1, 5.0)
+    file, dangling = tmp_path / "file", tmp_path / "dangling"
+    file.write_text("")
+    dangling.symlink_to("not mounted")
+    for path in (file, dangling):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            resolve(HashStore(), Directory(path), 0, 1, 5.0)
+
+
+def test_saves_none_of_which_can_be_read_are_an_error_and_not_a_fresh_start(root: Path) -> None:
+    for path in list(root.iterdir()):
+        path.rename(root.with_name(path.name))
+        path.symlink_to("not mounted")
+    with pytest.raises(ConfigError, match="000002-step20 cannot be read: No such file"):
+        resolve(HashStore(), Directory(root), 0, 1, 5.0)
+
+
+def test_save_that_is_a_link_is_used_and_deleting_it_removes_the_link_alone(root: Path) -> None:
+    path, away = root / "000001-step10", root.with_name("cold")
+    path.rename(away)
+    path.symlink_to(away)
+    oldest = list_checkpoints(Directory(root))[-1]
+    assert damaged_files(oldest) == []
+    delete(oldest)
+    assert sorted(each.name for each in root.iterdir()) == ["000002-step20", "000003-step30"]
+    assert (away / METADATA).exists()
 
 
 def test_foreign_entries_are_left_alone(root: Path) -> None:
@@ -116,7 +149,7 @@ def test_foreign_entries_are_left_alone(root: Path) -> None:
 
 def test_newest_is_what_was_saved_last_whatever_its_step(root: Path) -> None:
     """A run that went back saves lower steps again: the serial counts."""
-    name = next_name(list_checkpoints(Directory(root)), 15)
+    name = next_name(Directory(root), 15)
     assert name == "000004-step15"
     site = Site()
     site.save(root / name, site.capture(15))

@@ -157,4 +157,4 @@ def test_what_cannot_be_opened_says_what_is_missing(
 
 
 def test_file_url_is_a_directory(tmp_path: Path) -> None:
-    assert open_storage(f"file://{tmp_path}") == Directory(tmp_path)
+    assert open_storage(f"file://{tmp_path}") == open_storage(f"local://{tmp_path}") == Directory(tmp_path)

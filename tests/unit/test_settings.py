@@ -36,6 +36,11 @@ def test_settings_without_a_meaning_are_refused(arguments: dict[str, Any], sente
         Settings(**arguments)
 
 
+def test_checkpoints_in_the_memory_of_one_process_are_refused() -> None:
+    with pytest.raises(ValueError, match="ends with it: give storage that all nodes share"):
+        CheckpointPolicy("memory://ck", 1, None, 1)
+
+
 def test_ranks_with_the_same_settings_agree() -> None:
     Settings(copies=2).check_same(1, Settings(copies=2).pack(), 0)
 
