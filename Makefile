@@ -6,8 +6,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Tests that start whole runs follow one another in one process; all others go beside them.
-IN_PARALLEL := -n auto --maxprocesses 4 --dist loadscope
+# How files are given to the processes: tests/conftest.py
+IN_PARALLEL := -n auto --maxprocesses 4 --dist loadfile
 DEMO_ARGS := $(if $(filter-out 0,$(JSON)),--json) $(ARGS)
 
 .PHONY: demo test test-trainers test-all lint bench docs clean venv

@@ -1,7 +1,7 @@
 """Shared by all tests: a fork server with torch imported, so that a run's processes start in milliseconds.
 
-With pytest-xdist, tests that start whole runs (tests/proc) follow one another in one process, and other files' tests
-go beside them.
+With pytest-xdist, a file's tests follow one another in one process. The first process begins with the files that start
+whole runs (tests/proc), which mostly wait; the others begin with the rest, and then help it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ FILESYSTEMS = str(Path(__file__).parent / "filesystems")  # fsspec finds them in
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    from xdist.scheduler import LoadScopeScheduling
+    from xdist.scheduler import LoadFileScheduling
 
-    class RunsInOneProcess(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return "runs" if "proc/" in nodeid else nodeid.partition("::")[0]
+    class RunsFirstInOneProcess(LoadFileScheduling):
+        def _assign_work_unit(self, node: Any) -> None:
+            wanted = node is self.nodes[0]
+            preferred = (file for file in self.workqueue if ("/proc/" in file) is wanted)
+            self.workqueue.move_to_end(next(preferred, next(iter(self.workqueue))), last=False)
+            super()._assign_work_unit(node)
 
-    return RunsInOneProcess(config, log)
+    return RunsFirstInOneProcess(config, log)
 
 
 @pytest.fixture(scope="session")
