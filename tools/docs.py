@@ -30,7 +30,6 @@ sys.path.insert(0, str(ROOT))
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash"}
 HELP_COLUMNS = 110
-FRONT = '<!doctype html><title>p2pstate</title><meta http-equiv="refresh" content="0; url=docs/index.html">\n'
 
 # What a program may rely on: the names in __all__ of these modules.
 PUBLIC = {

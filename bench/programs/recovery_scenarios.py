@@ -116,7 +116,6 @@ class TorchrunCluster(Cluster):
     def __init__(self, folder: Path, script: Sequence[str], scenario: Scenario, sizes: Sizes) -> None:
         self._scenario = scenario
         self._sizes = sizes
-        self._endpoint = ""
         environ = {"OMP_NUM_THREADS": "1", "P2PSTATE_RUN_DIR": str(folder), "P2PSTATE_PRESET": "local"}
         if scenario.launcher == "torchrun-preloaded":
             environ["PYTHON_EXEC"] = str(stand_in_command(folder.parent))

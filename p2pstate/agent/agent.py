@@ -145,11 +145,9 @@ class Agent:
             self.events.close()
             self._writer.close()
             if self._writer.num_lost_bytes:
-                lost, why = (
-                    self._writer.num_lost_bytes,
-                    self._writer.last_error or "it could not be written fast enough",
-                )
-                print(f"[{self._name}] {lost} bytes of logs and events were lost: {why}", file=sys.stderr)
+                lost = f"{self._writer.num_lost_bytes} bytes of logs and events were lost"
+                why = self._writer.last_error or "it could not be written fast enough"
+                print(f"[{self._name}] {lost}: {why}", file=sys.stderr)
         assert self.verdict is not None
         return self.verdict.code
 
@@ -161,9 +159,11 @@ class Agent:
             self.end(code, text)
             return
         self.events.emit("leaving", reason=text)
-        self._draining.start(
-            ranks.info, text, ranks.training, lambda: self._pausing.begin(text, lambda: self.end(code, text))
-        )
+
+        def pause() -> None:
+            self._pausing.begin(text, lambda: self.end(code, text))
+
+        self._draining.start(ranks.info, text, pause, training=ranks.training)
 
     def end(self, code: int, text: str) -> None:
         """This node's own end (a signal, eviction): the others are told, and go on without it."""
@@ -376,7 +376,7 @@ class Agent:
         if code in (0, EXIT_STATE_LOST):
             declare()  # everything is on disk, or nothing is left to write
         else:
-            self._draining.start(self._ranks.info, text, self._ranks.training, declare)
+            self._draining.start(self._ranks.info, text, declare, training=self._ranks.training)
 
     def _listen_for_progress(self) -> None:
         """Every now and then, remember the newest step that any member has told of."""

@@ -198,7 +198,7 @@ class VaultKeeper:
         holders = [self._workers.of_rank(rank) for rank in self._ranks]
         current = self._info is not None and self._state.is_current(self._info.epoch)
         training = current and all(worker is not None and worker.phase is Phase.LOOP for worker in holders)
-        self._draining.start(self._info, reason, training, then)
+        self._draining.start(self._info, reason, then, training=training)
 
     def close(self) -> None:
         self._interpreters.close()

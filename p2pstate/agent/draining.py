@@ -42,7 +42,6 @@ class Draining:
         self._info: RoundInfo | None = None
         self._reason = ""
         self._then: Callable[[], None] | None = None
-        self._deadline = 0.0
         self._gathered: dict[str, tuple[list[SlotRecord], list[tuple[int, Version]]]] | None = None
         self._version: Version | None = None  # of the save that this node leads
         self.on_disk = False  # the newest drain has left its version on disk
@@ -51,7 +50,7 @@ class Draining:
     def active(self) -> bool:
         return self._then is not None
 
-    def start(self, info: RoundInfo | None, reason: str, training: bool, then: Callable[[], None]) -> None:
+    def start(self, info: RoundInfo | None, reason: str, then: Callable[[], None], *, training: bool) -> None:
         """Drain, then call ``then``, at once where there is nothing to do. ``training``: the ranks go on with steps."""
         self.on_disk = False
         if info is None or not self._saves.configured:
@@ -59,7 +58,6 @@ class Draining:
             return
         self._gathered = self._version = None
         self._info, self._reason, self._then = info, reason, then
-        self._deadline = time.monotonic() + DRAIN_S
         self._node.call_later(DRAIN_S, lambda: self._too_late(then))
         if training:
             began = time.monotonic()

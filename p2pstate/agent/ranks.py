@@ -145,7 +145,7 @@ class Ranks:
         for worker in self._supervisor.assigned():
             if worker.phase in STAYING.get(start, ()) and worker.rank in self.mine:
                 worker.epoch = self.info.epoch
-                self._supervisor.tell(worker, {"t": "round", "round": self.info.pack(), "waited_s": waited_s})
+                self._tell_round(worker, waited_s)
             else:
                 self._supervisor.kill(worker)
         self.fill()
@@ -172,7 +172,12 @@ class Ranks:
             if rehearsed is not None:
                 self._adopt(rehearsed, rank)
             else:
-                self._assign(spare, rank, fresh)
+                self._assign(spare, rank, fresh=fresh)
+
+    def _tell_round(self, worker: WorkerProcess, waited_s: float) -> None:
+        """``waited_s``: how long this node waited before it for a view."""
+        assert self.info is not None
+        self._supervisor.tell(worker, {"t": "round", "round": self.info.pack(), "waited_s": waited_s})
 
     def _adopt(self, rehearsed: WorkerProcess, rank: int) -> None:
         assert self.info is not None
@@ -182,11 +187,11 @@ class Ranks:
         before = {"seconds": self._events.ledger.of_rank(rank), "raised": self._raised_by(rank)}
         self._supervisor.tell(rehearsed, {"t": "adopted", **before})
         if not self.round_is_over:
-            self._supervisor.tell(rehearsed, {"t": "round", "round": self.info.pack()})
+            self._tell_round(rehearsed, 0.0)
         fields = {"rank": rank, "local_rank": local_rank, "pid": rehearsed.pid, "warm": True, "rehearsed": True}
         self._events.emit("worker_started", f"rank {rank} is pid {rehearsed.pid}, which has rehearsed it", **fields)
 
-    def _assign(self, spare: WorkerProcess, rank: int, fresh: bool) -> None:
+    def _assign(self, spare: WorkerProcess, rank: int, *, fresh: bool) -> None:
         assert self.info is not None
         spare.epoch = self.info.epoch
         job = self._job

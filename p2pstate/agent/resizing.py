@@ -49,20 +49,21 @@ class Resizing:
             otherwise()
             return
         wanted = self._config.num_nodes_min, len(view.places)
-        self._resize(info, False, wanted, f"{reason}; training goes on with fewer nodes", otherwise)
+        self._resize(info, wanted, f"{reason}; training goes on with fewer nodes", otherwise, training=False)
 
     def _grow(self, view: View, info: RoundInfo, is_training: Callable[[], bool]) -> None:
         if self._view is view and not self._draining.active and is_training():
             wanted = len(view.places), min(self._num_begun, len(view.places) + len(view.spares))
-            self._resize(info, True, wanted, "training goes on with more nodes", lambda: None)
+            self._resize(info, wanted, "training goes on with more nodes", lambda: None, training=True)
 
     def _resize(
         self,
         info: RoundInfo,
-        training: bool,
         wanted: tuple[int, int],
         reason: str,
         otherwise: Callable[[], None],
+        *,
+        training: bool,
     ) -> None:
         def drained() -> None:
             if not self._draining.on_disk:
@@ -71,4 +72,4 @@ class Resizing:
             self._wanted = wanted
             self._want_round(reason)
 
-        self._draining.start(info, reason, training, drained)
+        self._draining.start(info, reason, drained, training=training)

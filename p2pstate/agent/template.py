@@ -68,19 +68,15 @@ def preload() -> None:
 class Template:
     """The loop of one node's template process."""
 
-    def __init__(self, channel: Channel, lower_priority: bool = True) -> None:
+    def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        self._lower_priority = lower_priority
         self._children: set[int] = set()
 
     def run(self) -> None:
         wake_read, wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # sent to all of a node's processes, they are the agent's to handle
+        for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a node's processes: the agent handles them
             signal.signal(number, signal.SIG_IGN)
         gc.collect()
         gc.freeze()
@@ -130,9 +126,8 @@ class Template:
             os.dup2(err_fd, 2)
             for fd in (out_fd, err_fd, self._channel.fileno(), *own_fds):
                 os.close(fd)
-            if self._lower_priority:
-                with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-                    file.write("500")  # the agent, which holds the copies, must outlive its workers
+            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                file.write("500")  # the agent, which holds the copies, must outlive its workers
             os.environ.clear()
             os.environ.update(message["environ"])
             os.chdir(message["cwd"])

@@ -90,7 +90,6 @@ class Session:
     name: str = ""
     error: str = ""
     num_bytes: int = 0
-    num_repeats: int = 0
     _digest: str = ""
     _gathered: dict[str, list[SlotRecord]] = field(default_factory=dict)  # the lead's
     _shares: dict[str, list[Share]] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_two_nodes_that_end_together_agree_on_who_leads_the_save(first: str, lat
         wire.drainings[name] = Draining(wire.nodes[name], vault, events, saves[name], {}, name)  # type: ignore[arg-type]
     over = []
     for name in NODES if first == "a" else reversed(NODES):
-        wire.drainings[name].start(info, "SIGTERM", False, lambda name=name: over.append(name))  # type: ignore[misc]
+        wire.drainings[name].start(info, "SIGTERM", partial(over.append, name), training=False)
         if later:
             wire.deliver(first)
     wire.deliver(first)

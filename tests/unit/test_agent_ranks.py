@@ -51,3 +51,22 @@ def test_worker_in_a_round_that_nobody_called_over_is_freed_from_it_before_it_he
     told = [(to, message["t"], message.get("epoch")) for (to, message), _ in supervisor.tell.call_args_list]
     assert told == [(worker, "round", None), (worker, "abort", 1), (worker, "round", None)]
     assert over == [1]
+
+
+def test_rehearsed_process_that_is_taken_in_a_running_round_is_told_of_it_as_all_others_were() -> None:
+    node, supervisor, job = MagicMock(), MagicMock(), MagicMock(num_workers=2)
+    node.key = MEMBER.key
+    stays, rehearsed = MagicMock(phase=Phase.LOOP, rank=0), MagicMock(pid=7)
+    supervisor.assigned.return_value = [stays]
+    supervisor.of_rank = {0: stays}.get
+    rehearsals = MagicMock()
+    rehearsals.take.return_value = rehearsed
+    ending: Any = MagicMock(ended=False, closing=False)
+    ranks = Ranks(node, supervisor, MagicMock(), rehearsals, MagicMock(), job, ending)
+    ranks._budget = MagicMock()
+    ranks._budget.round_begins.return_value = ""
+    assert ranks.on_view(view(1))
+    ranks.begin(view(1), Start.IN_PLACE, 0.0)
+    told = [(to, message) for (to, message), _ in supervisor.tell.call_args_list if message["t"] == "round"]
+    assert [to for to, _ in told] == [stays, rehearsed]
+    assert told[0][1] == told[1][1]
