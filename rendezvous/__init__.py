@@ -22,6 +22,7 @@ agreement.py       one decision per epoch
 motives.py         why a new view is wanted, and whose turn it is
 joining.py         how members come to know each other
 fences.py          who is gone by the word of somebody outside
+decisions.py       what is decided, as far as this node knows
 core.py            all of it as step(event, now) -> effects
 discovery.py       where contacts come from
 transport.py       the network as one small interface
@@ -48,7 +49,9 @@ torchrun.py        torchrun --rdzv-backend=p2p
 faults.py          faults as data, for simulations
 invariants.py      what every decided view must fulfil
 simulated_node.py  one life of one agent in a simulation
-testing.py         a simulated network for the real core
+simulated_network.py  time, and what passes from where to where
+referee.py         sees everything that happens in a simulation, and objects
+testing.py         a simulated cluster of real cores
 End of layout.
 
 torch is imported by store.py and torchrun.py only, zmq by zmq_transport.py only.

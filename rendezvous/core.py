@@ -1,9 +1,8 @@
 """The protocol core: one node's whole behaviour as `step(event, now) -> effects`. No socket, clock or thread.
 
 Flows in: events (a message, a tick, a broken connection, the application's wishes) with the time. Flows out: effects.
-Invariants: given the same events, times and seed it does the same; newer views replace older ones, never the reverse;
-messages of another run (nonce) change nothing.
-Limits: the verdict that a node hears first stays its verdict.
+Invariants: given the same events, times and seed it does the same; messages of another run (nonce) change nothing.
+Limits: an event costs some ten microseconds, and more the more members there are that it concerns.
 """
 
 from __future__ import annotations
@@ -14,8 +13,9 @@ from typing import Any, Protocol
 
 from rendezvous.agreement import Agreement, Decider
 from rendezvous.config import Config
+from rendezvous.decisions import Decisions
 from rendezvous.detector import Detector
-from rendezvous.effects import Asked, Deliver, Effect, Evicted, Installed, JobEnded, Outbox, Send, Waiting
+from rendezvous.effects import Asked, Deliver, Effect, Outbox, Send, Waiting
 from rendezvous.events import (
     AssumeDead,
     ConnectionLost,
@@ -49,6 +49,7 @@ from rendezvous.messages import (
     IndirectAck,
     Join,
     JoinRefused,
+    Message,
     Ping,
     PingRequest,
     Prepare,
@@ -67,11 +68,13 @@ from rendezvous.messages import (
 from rendezvous.motives import Motives
 from rendezvous.rumours import Rumours
 from rendezvous.types import Member, MemberKey, Verdict, View
-from rendezvous.view_delta import ViewDelta, apply_delta, delta_of
+from rendezvous.view_delta import ViewDelta, apply_delta
 from rendezvous.views import Sizes
 from rendezvous.wire import MAX_PROGRESS_BYTES, Envelope, pack
 
 _MAX_SAID = 256
+# What is answered whoever sends it, also somebody who is no member or is out.
+_FROM_ANYBODY = frozenset((Join, JoinRefused, Sync, Decided, DecidedDelta, Ended, Fence, FenceAnswer, Question, Answer))
 
 
 class Oracle(Decider, Protocol):
@@ -95,9 +98,7 @@ class Core:
         self.detector = Detector(self.membership, timing, self._beat, rng, self._out, now)
         self.agreement = Agreement(self.membership, sizes, timing, config.rejoin, oracle, self._install, rng, self._out)
         self.motives = Motives(self.membership, self.agreement, config, self._out, now)
-        self.verdict: Verdict | None = None
-        self.view: View | None = None  # the newest view that contains this node
-        self._evicted = False
+        self._decisions = Decisions(self.membership, self.agreement, self.motives, self._out)
         self._fences = Fences(self.membership, self.agreement, timing, self._out)
         self._rumours = Rumours(self.membership, timing, rng, self._out, now)
         self._joining = Joining(self.membership, self.detector, timing, self._out, now)
@@ -111,6 +112,15 @@ class Core:
         return self.membership.me
 
     @property
+    def view(self) -> View | None:
+        """The newest view that contains this node."""
+        return self._decisions.view
+
+    @property
+    def verdict(self) -> Verdict | None:
+        return self._decisions.verdict
+
+    @property
     def newest(self) -> View | None:
         """The newest decided view known here, whether or not this node is in it."""
         return self.agreement.view
@@ -121,14 +131,11 @@ class Core:
 
     def next_deadline_s(self) -> float:
         """When the next Tick is due. What is overdue then is dealt with by that Tick, so the node never spins."""
-        times = [self._last_tick_s + self._timing.probe_interval_s / 2, self.detector.next_deadline_s()]
-        times.append(self._rumours.next_deadline_s())
-        if self._may_propose():
-            times += [self.agreement.next_deadline_s(), self.motives.next_deadline_s()]
-        return min(times)
-
-    def _may_propose(self) -> bool:
-        return self.verdict is None and not self._evicted and not self.membership.own.ended
+        due_s = self._last_tick_s + self._timing.probe_interval_s / 2
+        due_s = min(due_s, self.detector.next_deadline_s(), self._rumours.next_deadline_s())
+        if self._decisions.may_propose():
+            due_s = min(due_s, self.agreement.next_deadline_s(), self.motives.next_deadline_s())
+        return due_s
 
     def step(self, event: Event, now: float) -> list[Effect]:
         """Handle one event. Never blocks and never fails on what others sent."""
@@ -147,7 +154,7 @@ class Core:
                 self.agreement.blocked_at = None  # what the application allows may be different now
                 self.motives.request(event.reason, now)
             case Declare():
-                self._end(event.verdict)
+                self._decisions.end(event.verdict)
             case Leave():
                 self.membership.leave(event.reason)
                 self.agreement.proposal = None
@@ -155,25 +162,12 @@ class Core:
                 self._fences.assume(event, now)
             case FenceAnswered():
                 self._fences.answered(event, now)
-        self._notice_eviction()
-        self.agreement.abstains = self._evicted or self.membership.own.status >= Status.GONE
-        if self._may_propose():
+        decisions = self._decisions
+        decisions.notice_eviction()
+        self.agreement.abstains = decisions.evicted or self.membership.own.status >= Status.GONE
+        if decisions.may_propose():
             self.motives.act(now)
         return self._drain()
-
-    def _notice_eviction(self) -> None:
-        """Out is who is fenced, missing in a view newer than one it was in, or told that others count it as gone."""
-        newest, own = self.newest, self.membership.own
-        if newest is None or self._evicted:
-            return
-        if own.status is Status.FENCED:
-            self._evict(f"this node was counted out while it was not heard from ({own.reason})")
-        elif self.me.key not in newest.keys and (self.view is not None or own.status is Status.GONE):
-            self._evict(f"the run went on without this node (view {newest.epoch}: {newest.reason})")
-
-    def _evict(self, reason: str) -> None:
-        self._evicted = True
-        self._out.put(Evicted(reason))
 
     def _drain(self) -> list[Effect]:
         effects: list[Effect] = []
@@ -192,11 +186,11 @@ class Core:
         if gap_s > self._timing.stall_s:
             self.detector.postpone(gap_s, now)
         self.detector.tick(now)
-        if self._may_propose():
+        if self._decisions.may_propose():
             self.agreement.tick(now)
             self._fences.tick(now)
         self._rumours.tick(now)
-        if not self._evicted:
+        if not self._decisions.evicted:
             self._joining.tick(now)
         if now >= self._next_sync_s:
             self._next_sync_s = now + self._timing.sync_interval_s
@@ -207,47 +201,21 @@ class Core:
     # -- messages ---------------------------------------------------------------------------------------------------
 
     def _receive(self, envelope: Envelope, now: float) -> None:
-        foreign = envelope.nonce and self.nonce and envelope.nonce != self.nonce
+        newest = self.agreement.view
+        foreign = envelope.nonce and newest is not None and envelope.nonce != newest.nonce
         if envelope.run_id != self.config.run_id or foreign:
             self.num_foreign += 1
             return
-        message, sender = envelope.message, envelope.sender
-        if envelope.to is not None and envelope.to != self.me.key:
+        sender, me = envelope.sender, self.membership.me.key
+        if envelope.to is not None and envelope.to != me:
             # Meant for a predecessor at this address: tell the sender who lives here now.
             self._joining.introduce(envelope.address, now)
             return
-        if sender == self.me.key:
+        if sender == me:
             return
-        match message:
-            case Join():
-                if self._joining.receive(message.member, envelope, self.newest, now):
-                    self._out.send(message.member, self._sync(reply=False))
-                return
-            case JoinRefused():
-                self._joining.refused(envelope.sender.name, message.reason)
-                return
-            case Sync():
-                self._on_sync(message, envelope, now)
-                return
-            case Decided():
-                self._install(message.view, now)
-                return
-            case DecidedDelta():
-                self._on_delta(message.delta, envelope, now)
-                return
-            case Ended():
-                self._end(message.verdict)
-                return
-            case Fence():
-                self._out.put(Send(envelope.address, envelope.sender, self._fences.asked(message, now)))
-                return
-            case Question():
-                self._out.put(Asked(envelope.sender, envelope.address, message))
-                return
-            case FenceAnswer() | Answer():
-                return  # meant for an operator
-            case _:
-                pass
+        if type(envelope.message) in _FROM_ANYBODY:
+            self._receive_from_anybody(envelope, now)
+            return
         record = self.membership.records.get(sender)
         if record is None:
             self._joining.introduce(envelope.address, now)
@@ -256,11 +224,33 @@ class Core:
         if record.ended:
             self._answer_ended(record, envelope, now)
             return
-        self._dispatch(record, envelope, now)
+        self._dispatch(record, envelope.message, now)
 
-    def _dispatch(self, record: Record, envelope: Envelope, now: float) -> None:
-        sender = record.member
+    def _receive_from_anybody(self, envelope: Envelope, now: float) -> None:
         match message := envelope.message:
+            case Join():
+                if self._joining.receive(message.member, envelope, self.newest, now):
+                    self._out.send(message.member, self._sync(reply=False))
+            case JoinRefused():
+                self._joining.refused(envelope.sender.name, message.reason)
+            case Sync():
+                self._on_sync(message, envelope, now)
+            case Decided():
+                self._install(message.view, now)
+            case DecidedDelta():
+                self._on_delta(message.delta, envelope, now)
+            case Ended():
+                self._decisions.end(message.verdict)
+            case Fence():
+                self._out.put(Send(envelope.address, envelope.sender, self._fences.asked(message, now)))
+            case Question():
+                self._out.put(Asked(envelope.sender, envelope.address, message))
+            case _:
+                pass  # an answer to an operator, who is not here
+
+    def _dispatch(self, record: Record, message: Message, now: float) -> None:
+        sender = record.member
+        match message:
             case Ping():
                 self._on_beat(record, message.beat, now)
                 self.detector.on_ping(record, message)
@@ -307,21 +297,22 @@ class Core:
         if message.view is not None:
             self._install(message.view, now)
         if message.verdict is not None:
-            self._end(message.verdict)
+            self._decisions.end(message.verdict)
         record = self.membership.records.get(envelope.sender)
         if message.reply and record is not None:
             self._out.send(record.member, self._sync(reply=False))
 
     def _on_beat(self, record: Record, beat: Beat, now: float) -> None:
         self._apply_all(beat.updates, now)
-        self.membership.apply(Update(record.member, Status.ALIVE, beat.refutation, "", False, record.member.name), now)
+        self.membership.lives(record, beat.refutation, now)
         record.epoch, record.progress, record.progress_s = max(record.epoch, beat.epoch), beat.progress, now
         if beat.verdict is not None:
-            self._end(beat.verdict)
-        if beat.epoch > self.agreement.epoch:
+            self._decisions.end(beat.verdict)
+        epoch = self.agreement.epoch
+        if beat.epoch > epoch:
             self.agreement.highest_seen_epoch = max(self.agreement.highest_seen_epoch, beat.epoch)
-            self._out.send(record.member, ViewWanted(self.agreement.epoch))
-        elif self.newest is not None and beat.epoch < self.newest.epoch:
+            self._out.send(record.member, ViewWanted(epoch))
+        elif self.newest is not None and beat.epoch < epoch:
             self._out.send(record.member, Decided(self.newest))
 
     def _apply_all(self, updates: tuple[Update, ...], now: float) -> None:
@@ -334,8 +325,9 @@ class Core:
         if to.status is not Status.ALIVE:
             updates = (to.update(), *(update for update in updates if update.member.key != to.member.key))
         progress = dict(self._oracle.progress())
-        pack(progress, MAX_PROGRESS_BYTES, "what Application.progress() returned")
-        return Beat(self.agreement.epoch, self.membership.refutation, updates, self.verdict, progress)
+        if progress:
+            pack(progress, MAX_PROGRESS_BYTES, "what Application.progress() returned")
+        return Beat(self.agreement.epoch, self.membership.own.refutation, updates, self._decisions.verdict, progress)
 
     def _sync(self, *, reply: bool) -> Sync:
         return Sync(self.membership.table(), self.newest, self.verdict, reply)
@@ -343,37 +335,8 @@ class Core:
     # -- decisions --------------------------------------------------------------------------------------------------
 
     def _install(self, view: View, now: float) -> None:
-        """Take over a decided view if it is newer; tell those who may not know when it was decided here."""
-        previous = self.newest
-        if view.epoch <= self.agreement.epoch or (previous is not None and view.nonce != previous.nonce):
-            return
-        proposal = self.agreement.proposal
-        decided_here = proposal is not None and proposal.view is view
-        self.agreement.install(view)
-        self.motives.reset(now)
-        self._said.clear()
-        for member in view.members:
-            if member.key not in self.membership.records:
-                self.membership.apply(Update(member, Status.ALIVE, 0, "", False, member.name), now)
-        if decided_here:
-            self._tell(view, previous)
-        for key in (previous.keys if previous else frozenset()) - view.keys:
-            left_out = self.membership.records.get(key)
-            if left_out is not None and left_out is not self.membership.own and not left_out.ended:
-                self.membership.judge(key, Status.GONE, f"not in the view of epoch {view.epoch}", now)
-        is_member = self.me.key in view.keys and not self._evicted
-        self._out.put(Installed(view, is_member))
-        if is_member:
-            self.view = view
-
-    def _tell(self, view: View, previous: View | None) -> None:
-        """To those of the view before, what changed; to others, all of it."""
-        whole = Decided(view)
-        change = DecidedDelta(delta_of(previous, view)) if previous is not None else whole
-        known = previous.keys if previous is not None else frozenset()
-        for record in self.membership.others():
-            if not record.ended:
-                self._out.send(record.member, change if record.member.key in known else whole)
+        if self._decisions.install(view, now):
+            self._said.clear()
 
     def _on_delta(self, delta: ViewDelta, envelope: Envelope, now: float) -> None:
         """A decision for who holds the view before. Who does not asks for the whole."""
@@ -382,22 +345,11 @@ class Core:
         elif (view := apply_delta(self.newest, delta)) is not None:
             self._install(view, now)
 
-    def _end(self, verdict: Verdict) -> None:
-        if self.verdict is None:
-            self.verdict = verdict
-            self._out.put(JobEnded(verdict))
-            for record in self.membership.live():
-                self._out.send(record.member, Ended(verdict))
-
     def quorate(self) -> bool:
         """Is this node in the newest view it knows, and are enough of its members beyond suspicion to decide the
         next?
         """
-        view = self.newest
-        if view is None or self._evicted or self.me.key not in view.keys:
-            return False
-        alive = {key for key, record in self.membership.records.items() if record.status is Status.ALIVE}
-        return self.agreement.has_quorum(alive | {self.me.key})
+        return self._decisions.quorate()
 
     def members(self) -> Mapping[MemberKey, Record]:
         return self.membership.records

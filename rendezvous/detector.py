@@ -83,9 +83,12 @@ class Detector:
         self.health = 0
 
     def next_deadline_s(self) -> float:
-        times = [self._next_probe_s, *(check.next_s for check in self._checks.values())]
-        times += [self._probe_deadline_s(probe) for probe in self._probes.values()]
-        return min(times)
+        due_s = self._next_probe_s
+        for check in self._checks.values():
+            due_s = min(due_s, check.next_s)
+        for probe in self._probes.values():
+            due_s = min(due_s, self._probe_deadline_s(probe))
+        return due_s
 
     def postpone(self, by_s: float, now: float) -> None:
         """This node was stalled: probes in flight say nothing, suspicions last longer."""
@@ -115,8 +118,12 @@ class Detector:
     def urgent(self, key: MemberKey, now: float) -> None:
         """Probe `key` at once unless a probe is under way."""
         record = self._membership.records.get(key)
-        if record is not None and not record.ended and all(p.target != key for p in self._probes.values()):
-            self._probe(record, now)
+        if record is None or record.ended:
+            return
+        for probe in self._probes.values():
+            if probe.target == key:
+                return
+        self._probe(record, now)
 
     def confirm(self, key: MemberKey, now: float) -> None:
         """Somebody suspects `key`: look at once, or, in a large group, let some others do so."""

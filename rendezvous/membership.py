@@ -84,27 +84,20 @@ class Membership:
         self._gone: set[MemberKey] = set()
         self._fenced: set[MemberKey] = set()
         self._out = out
-        self._own = Record(me, Status.ALIVE, 0, "", False, me.name, now, now)
-        self.records: dict[MemberKey, Record] = {me.key: self._own}
+        self.own = Record(me, Status.ALIVE, 0, "", False, me.name, now, now)
+        self.records: dict[MemberKey, Record] = {me.key: self.own}
         self._news: dict[MemberKey, tuple[Update, int]] = {}
         self.refuted = 0
-        self._enter(self._own)
-
-    @property
-    def refutation(self) -> int:
-        return self._own.refutation
-
-    @property
-    def own(self) -> Record:
-        return self._own
+        self._enter(self.own)
 
     def others(self) -> Iterator[Record]:
         """Every record but the own one."""
-        return (record for record in self.records.values() if record is not self._own)
+        own = self.own
+        return (record for record in self.records.values() if record is not own)
 
     def live(self) -> list[Record]:
         """Other members that are alive or suspect."""
-        return [record for record in self.others() if record.live]
+        return [record for record in self.others() if record.status <= Status.SUSPECT]
 
     def num_live(self) -> int:
         return self._counts[Status.ALIVE] + self._counts[Status.SUSPECT]
@@ -195,6 +188,11 @@ class Membership:
         self._enter(record)
         return self._spread(record, first_hand)
 
+    def lives(self, record: Record, refutation: int, now: float) -> None:
+        """A member says itself that it lives."""
+        if refutation > record.refutation or record.status is not Status.ALIVE:  # else it is no news
+            self.apply(Update(record.member, Status.ALIVE, refutation, "", False, record.member.name), now)
+
     def judge(
         self, key: MemberKey, status: Status, reason: str, now: float, *, proof: bool = False, at_once: bool = True
     ) -> bool:
@@ -205,13 +203,15 @@ class Membership:
 
     def leave(self, reason: str) -> None:
         """Announce the own departure. This node still votes, so that the others can decide to go on without it."""
-        self._withdraw(self._own)
-        self._own.status, self._own.reason, self._own.proof = Status.LEFT, reason, True
-        self._enter(self._own)
-        self._spread(self._own, True)
+        self._withdraw(self.own)
+        self.own.status, self.own.reason, self.own.proof = Status.LEFT, reason, True
+        self._enter(self.own)
+        self._spread(self.own, True)
 
     def take_news(self, limit: int = _PIGGYBACK) -> tuple[Update, ...]:
         """Updates to send along with the next message, in turn; each goes out O(log n) times."""
+        if not self._news:
+            return ()
         chosen = list(itertools.islice(self._news.items(), limit))
         for key, (update, num_left) in chosen:
             del self._news[key]
@@ -224,19 +224,19 @@ class Membership:
         return [r.member for k, r in self.records.items() if r.live and r.member.role is role and k not in members]
 
     def _about_myself(self, update: Update) -> bool:
-        if update.status is Status.ALIVE or update.status <= self._own.status:
+        if update.status is Status.ALIVE or update.status <= self.own.status:
             return False
         if update.status >= Status.LEFT:
-            self._withdraw(self._own)
-            self._own.status, self._own.reason = max(self._own.status, update.status), update.reason
-            self._enter(self._own)
+            self._withdraw(self.own)
+            self.own.status, self.own.reason = max(self.own.status, update.status), update.reason
+            self._enter(self.own)
             return True
-        if update.refutation >= self._own.refutation:
-            self._withdraw(self._own)
-            self._own.refutation = update.refutation + 1
-            self._enter(self._own)
+        if update.refutation >= self.own.refutation:
+            self._withdraw(self.own)
+            self.own.refutation = update.refutation + 1
+            self._enter(self.own)
             self.refuted += 1
-            self._spread(self._own, True)
+            self._spread(self.own, True)
         return True
 
     @staticmethod

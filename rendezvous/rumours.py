@@ -42,4 +42,4 @@ class Rumours:
             self._out.send(record.member, Gossip(self._membership.take_news(MAX_UPDATES)))
 
     def _is_needed(self) -> bool:
-        return self._membership.has_news and self._membership.num_live() > BROADCAST_LIMIT
+        return self._membership.num_live() > BROADCAST_LIMIT and self._membership.has_news

@@ -50,6 +50,7 @@ class Clock:
 class SimulatedNode:
     """One life of one agent."""
 
+    member: Member
     core: Core
     clock: Clock
     running: bool = True
@@ -61,7 +62,3 @@ class SimulatedNode:
     next_tick_s: float = 0.0
     tick_waits: bool = False
     busy_until_s: float = 0.0
-
-    @property
-    def member(self) -> Member:
-        return self.core.me

@@ -1,54 +1,37 @@
 """A simulated network for the real protocol core: seeded, with a manual clock, and faults written as data.
 
 Flows in: a seed, members, a schedule of faults. Flows out: the same run every time; `InvariantViolation` at the first
-event after which something that must never happen has happened.
-Invariants checked after every event: one view for each epoch; views only move forward; a decision was accepted by at
-least half of the incarnations of the view before it, or half of the expected names for the first; survivors keep their
-places and the round tells truly whether they did; no name twice in a view.
+event after which something that must never happen has happened (referee.py, invariants.py).
+Invariants: the same seed gives the same events, whatever the process and its hash seed.
 Each life of an agent has a clock of its own: another zero, and up to 2 % fast or slow.
 Limits: messages are handed over as values (wire.py is tested by itself).
 """
 
 from __future__ import annotations
 
-import functools
-import heapq
 import itertools
 import random
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 from rendezvous import effects as out
 from rendezvous import events
 from rendezvous.config import Config, Timing
 from rendezvous.core import Core
 from rendezvous.faults import Fault
-from rendezvous.invariants import wrong_with
-from rendezvous.messages import AcceptedVote, Ballot, Fence, FenceAnswer, Promise, Standing, Status
+from rendezvous.messages import AcceptedVote, Fence, FenceAnswer, Promise, Standing, Status
+from rendezvous.referee import Referee
+from rendezvous.simulated_network import SimulatedNetwork
 from rendezvous.simulated_node import Clock, SimulatedApplication, SimulatedNode
-from rendezvous.types import Member, MemberKey, Role, View
+from rendezvous.types import Member, MemberKey, Role
 from rendezvous.wire import Envelope
 
 _OPERATOR, _OPERATOR_AT = MemberKey("operator", 1), "127.0.0.1:7000"
 
 
-class InvariantViolation(AssertionError):
-    """Something that must never happen happened; the text has seed, schedule and the last events."""
-
-
 def _decides(event: events.Event) -> bool:
     """Can this event complete a decision here, rather than bring one that was made elsewhere?"""
     return not isinstance(event, events.Received) or isinstance(event.envelope.message, AcceptedVote | Promise)
-
-
-def _kind_of(view: View, before: View | None) -> str:
-    if before is None:
-        return "first"
-    if len(view.places) != len(before.places):
-        return "grown" if len(view.places) > len(before.places) else "shrunk"
-    if [member.key for member in view.places] != [member.key for member in before.places]:
-        return "a spare stepped in"
-    return "another round, same places" if view.round == view.epoch else "spares or witnesses changed"
 
 
 class Simulation:
@@ -69,51 +52,42 @@ class Simulation:
         service_s: float = 0.0,
         core_type: Callable[..., Core] = Core,
     ) -> None:
-        self.seed = seed
-        self.schedule = tuple(schedule)
-        self.now = 0.0
         self._rng = random.Random(seed)
         self._core_type = core_type
         self._sizes = (num_nodes_min, num_nodes_max, len(names) - num_nodes_max, len(witnesses))
         self._timing = timing or Timing(0.15, 1.2)
-        self._queue: list[tuple[float, int, Callable[[], None]]] = []
-        self._order = itertools.count()
         self._lives = itertools.count(1)
-        self._addresses = {name: f"127.0.0.1:{7001 + i}" for i, name in enumerate((*names, *witnesses))}
         self._witnesses = frozenset(witnesses)
         self._fencing_command = fencing_command
         self._service_s = service_s
-        self.vouched: set[MemberKey] = set()
+        self._network = SimulatedNetwork((*names, *witnesses), self._rng)
+        self._referee = Referee(seed, tuple(schedule), len(names) + len(witnesses), (num_nodes_min, num_nodes_max))
+        self.decided, self.vouched = self._referee.decided, self._referee.vouched
+        self.coverage, self.trace = self._referee.coverage, self._referee.trace
         self._answer: FenceAnswer | None = None
-        self._cuts: list[tuple[frozenset[str], frozenset[str]]] = []
-        self._loss = 0.0
         self._ambush = ""
         self._strikes: list[str] = []
         self.num_events = 0
-        self.coverage: Counter[str] = Counter()
         self.nodes: dict[str, SimulatedNode] = {}
         self.dead: list[SimulatedNode] = []
-        self.decided: dict[int, View] = {}
-        self._accepted: dict[tuple[int, Ballot], tuple[View, set[MemberKey]]] = {}
-        self.trace: list[str] = []
-        for name in self._addresses:
+        for name in self._network.addresses:
             at_s = (start_s or {}).get(name, self._rng.uniform(0.0, 0.3))
-            self._at(at_s, functools.partial(self._start, name))
-        for fault in self.schedule:
-            self._at(fault.at_s, functools.partial(self._apply, fault))
+            self._network.at(at_s, partial(self._start, name))
+        for fault in schedule:
+            self._network.at(fault.at_s, partial(self._apply, fault))
 
     # -- running ----------------------------------------------------------------------------------------------------
 
     def run_until(self, until_s: float) -> None:
-        while self._queue and self._queue[0][0] <= until_s:
-            self.now, _, action = heapq.heappop(self._queue)
-            action()
-        self.now = until_s
+        self._network.run_until(until_s)
+
+    def check_converged(self) -> None:
+        self._referee.check_converged(self.live())
 
     def calm(self) -> None:
         """End every fault: links whole, nobody paused, no loss."""
-        self._cuts.clear()
-        self._loss = 0.0
+        self._network.cuts.clear()
+        self._network.loss = 0.0
         self._ambush = ""
         self._strikes.clear()
         for name in self.nodes:
@@ -122,16 +96,13 @@ class Simulation:
     def live(self) -> list[SimulatedNode]:
         return [node for node in self.nodes.values() if node.running and not node.evicted and not node.left]
 
-    def _at(self, at_s: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self._queue, (at_s, next(self._order), action))
-
     def _start(self, name: str, rejoin: bool = False) -> None:
         low, high, num_spares, num_witnesses = self._sizes
         config = Config(
             run_id="simulation",
             name=name,
-            bind=self._addresses[name],
-            contacts=tuple(self._addresses.values())[:3],
+            bind=self._network.addresses[name],
+            contacts=tuple(self._network.addresses.values())[:3],
             role=Role.WITNESS if name in self._witnesses else Role.NODE,
             num_nodes_min=low,
             num_nodes_max=high,
@@ -144,8 +115,10 @@ class Simulation:
         )
         member = Member(name, next(self._lives), config.bind, config.role)
         clock = Clock(self._rng.uniform(0.0, 1000.0), self._rng.uniform(0.98, 1.02))
-        core = self._core_type(member, config, SimulatedApplication(self._rng), self._rng, clock.local_s(self.now))
-        node = SimulatedNode(core, clock)
+        core = self._core_type(
+            member, config, SimulatedApplication(self._rng), self._rng, clock.local_s(self._network.now)
+        )
+        node = SimulatedNode(member, core, clock)
         self.nodes[name] = node
         self._note(f"{member.key} starts")
         self._step(node, events.Contacts(config.contacts))
@@ -160,18 +133,15 @@ class Simulation:
             node.tick_waits = False
         before = node.core.agreement.last_accepted
         self.num_events += 1
-        effects = node.core.step(event, node.clock.local_s(self.now))
+        effects = node.core.step(event, node.clock.local_s(self._network.now))
         held = node.core.agreement.last_accepted
         if held is not None and held is not before:
-            view, voters = self._accepted.setdefault((held.view.epoch, held.ballot), (held.view, set()))
-            self._check(view == held.view, f"ballot {held.ballot} has two values")
-            voters.add(node.member.key)
+            self._referee.accepts(node, held)
         if self._ambush and _decides(event) and any(isinstance(effect, out.Installed) for effect in effects):
             effects = [effect for effect in effects if not isinstance(effect, out.Send)]
             self._spring_ambush(node)
         if self._strikes and node.core.agreement.proposal is not None:
-            strike = functools.partial(self._strike, self._strikes.pop(0), node)
-            self._at(self.now + self._rng.uniform(0.0, 0.03), strike)
+            self._network.after(0.0, 0.03, partial(self._strike, self._strikes.pop(0), node))
         for effect in effects:
             self._perform(node, effect)
         self._schedule_tick(node)
@@ -182,7 +152,7 @@ class Simulation:
         if kind == "ambush_crash":
             self.crash(node.member.name)
         else:
-            self._cut(frozenset((node.member.name,)))
+            self._network.cut(frozenset((node.member.name,)))
 
     def _strike(self, kind: str, proposer: SimulatedNode) -> None:
         """Hit a decision while it is being made; if it was made meanwhile, wait for the next one."""
@@ -192,17 +162,18 @@ class Simulation:
         self.coverage[kind] += 1
         names = sorted(node.member.name for node in self.live())
         if kind == "strike_cut":
-            self._cut(frozenset(self._rng.sample(names, max(1, self._rng.randint(1, len(names)) // 2))))
+            self._network.cut(frozenset(self._rng.sample(names, max(1, self._rng.randint(1, len(names)) // 2))))
         else:
             self.crash(proposer.member.name if self._rng.random() < 0.5 else self._rng.choice(names))
 
     def _schedule_tick(self, node: SimulatedNode) -> None:
         if node.tick_waits:
             return
-        due_s = max(node.clock.global_s(node.core.next_deadline_s()), self.now + 1e-4)
-        if node.next_tick_s <= self.now or due_s < node.next_tick_s:
+        now = self._network.now
+        due_s = max(node.clock.global_s(node.core.next_deadline_s()), now + 1e-4)
+        if node.next_tick_s <= now or due_s < node.next_tick_s:
             node.next_tick_s = due_s
-            self._at(due_s, lambda: self._tick(node, due_s))
+            self._network.at(due_s, partial(self._tick, node, due_s))
 
     def _tick(self, node: SimulatedNode, due_s: float) -> None:
         if node.next_tick_s == due_s and not node.paused and not node.tick_waits:
@@ -220,7 +191,7 @@ class Simulation:
                 if self._fencing_command:
                     self._ask_fence(node, effect.member)
             case out.Installed():
-                self._installed(node, effect.view, effect.member)
+                self._referee.learns(node, effect.view, effect.member, self._network.now)
             case out.Evicted():
                 self._note(f"{node.member.key} is evicted: {effect.reason}")
                 self.coverage["evicted"] += 1
@@ -237,54 +208,44 @@ class Simulation:
 
     # -- the network ------------------------------------------------------------------------------------------------
 
-    def _name_at(self, address: str) -> str:
-        return next(name for name, known in self._addresses.items() if known == address)
-
-    def _passes(self, source: str, target: str) -> bool:
-        return not any(source in here and target in there for here, there in self._cuts)
-
     def _send(self, node: SimulatedNode, effect: out.Send) -> None:
         if isinstance(effect.message, FenceAnswer):
             self._answer = effect.message
             return
-        target = self._name_at(effect.address)
-        if not self._passes(node.member.name, target) or self._rng.random() < self._loss:
+        target, sender = self._network.name_at(effect.address), node.member
+        if self._network.loses(sender.name, target):
             return
-        envelope = Envelope(
-            "simulation", node.core.nonce, node.member.key, node.member.address, effect.to, effect.message
-        )
-        for _ in range(2 if self._rng.random() < 0.05 else 1):
-            late = self._rng.random() < 0.1 * bool(self._loss)
-            delay_s = self._rng.uniform(0.0, 2.0) if late else self._rng.uniform(0.0005, 0.02)
-            self._at(self.now + delay_s, lambda: self._deliver(target, envelope))
+        envelope = Envelope("simulation", node.core.nonce, sender.key, sender.address, effect.to, effect.message)
+        self._network.carry(partial(self._deliver, target, events.Received(envelope)))
 
-    def _deliver(self, target: str, envelope: Envelope) -> None:
+    def _deliver(self, target: str, event: events.Event) -> None:
         node = self.nodes.get(target)
         if node is not None:
-            self._serve(node, events.Received(envelope))
+            self._serve(node, event)
 
     def _serve(self, node: SimulatedNode, event: events.Event) -> None:
         """A slow host deals with one event after the other, each of which takes it `service_s` on average."""
         if self._service_s == 0.0:
             self._step(node, event)
             return
-        node.busy_until_s = max(self.now, node.busy_until_s) + self._rng.expovariate(1 / self._service_s)
-        self._at(node.busy_until_s, lambda: self._step(node, event))
+        node.busy_until_s = max(self._network.now, node.busy_until_s) + self._rng.expovariate(1 / self._service_s)
+        self._network.at(node.busy_until_s, partial(self._step, node, event))
 
     def _dial(self, node: SimulatedNode, address: str) -> None:
-        target = self._name_at(address)
-        reachable = self._passes(node.member.name, target) and self._passes(target, node.member.name)
+        network, name = self._network, node.member.name
+        target = network.name_at(address)
+        reachable = network.passes(name, target) and network.passes(target, name)
         listener = self.nodes.get(target)
         refused = reachable and (listener is None or not listener.running)
         delay_s = self._rng.uniform(0.0005, 0.01) if reachable else self._timing.dial_s
-        self._at(self.now + delay_s, lambda: self._step(node, events.Dialed(address, refused)))
+        network.at(network.now + delay_s, partial(self._step, node, events.Dialed(address, refused)))
 
     def _ask_fence(self, node: SimulatedNode, about: Member) -> None:
         """A scheduler that knows the truth and takes its time."""
         gone = any(dead.member.key == about.key for dead in self.dead)
         event = events.FenceAnswered(about.key, Status.GONE if gone else None, "the scheduler says so")
         self.coverage[f"fencing command: {'gone' if gone else 'not gone'}"] += 1
-        self._at(self.now + self._rng.uniform(0.01, 0.2), lambda: self._step(node, event))
+        self._network.after(0.01, 0.2, partial(self._step, node, event))
 
     # -- faults -----------------------------------------------------------------------------------------------------
 
@@ -302,23 +263,22 @@ class Simulation:
                 self._resume(fault.who)
             case "cut":
                 here, _, there = fault.who.partition("|")
-                self._cut(frozenset(here.split(",")), frozenset(there.split(",")) if there else None)
+                self._network.cut(frozenset(here.split(",")), frozenset(there.split(",")) if there else None)
             case "cut_one_way":
-                first, *_ = fault.who.split(",")
-                self._cuts.append((frozenset((first,)), frozenset(self._addresses) - {first}))
+                self._network.cut_one_way(fault.who.partition(",")[0])
             case "ambush" | "ambush_crash":
                 self._ambush = fault.kind
             case "strike_cut" | "strike_crash":
                 self._strikes.append(fault.kind)
             case "heal":
                 self._ambush = ""
-                self._cuts.clear()
+                self._network.cuts.clear()
             case "assume_dead":
                 self._assume_dead(fault.who)
             case "loss":
-                self._loss = fault.amount
+                self._network.loss = fault.amount
             case "calm":
-                self._loss = 0.0
+                self._network.loss = 0.0
             case "propose":
                 self._command(fault.who, events.Propose("the schedule says so"))
             case "leave":
@@ -335,10 +295,10 @@ class Simulation:
         """
         name, _, told = who.partition("|")
         target = self.nodes.get(name)
-        newest = max(self.decided.values(), key=lambda view: view.epoch, default=None)
+        newest = self._referee.newest_decided()
         if target is None or newest is None or target.member.key not in newest.keys:
             return
-        group = {n.member.name for n in self.live() if not n.paused and self._passes(name, n.member.name)}
+        group = {n.member.name for n in self.live() if not n.paused and self._network.passes(name, n.member.name)}
         if target.running and not target.paused and 2 * len(group | {name}) > len(newest.members):
             return
         knowing = [n for n in self.live() if n.core.newest == newest and not n.paused and n.member.name not in group]
@@ -356,10 +316,6 @@ class Simulation:
                 return
             self.vouched.discard(target.member.key)
 
-    def _cut(self, side: frozenset[str], other: frozenset[str] | None = None) -> None:
-        rest = frozenset(self._addresses) - side if other is None else other
-        self._cuts += [(side, rest), (rest, side)]
-
     def crash(self, name: str) -> None:
         """The process ends at once; who can still hear from that host sees its connections break."""
         node = self.nodes.get(name)
@@ -368,10 +324,9 @@ class Simulation:
         node.running = False
         self.dead.append(node)
         for other in self.nodes.values():
-            if self._passes(name, other.member.name):
-                delay_s = self._rng.uniform(0.0005, 0.01)
+            if self._network.passes(name, other.member.name):
                 event = events.ConnectionLost(node.member.address)
-                self._at(self.now + delay_s, functools.partial(self._step, other, event))
+                self._network.after(0.0005, 0.01, partial(self._step, other, event))
 
     def _restart(self, name: str) -> None:
         """A new incarnation at the same address, which says that it is none of the first."""
@@ -394,50 +349,5 @@ class Simulation:
         if node is not None and node.running:
             self._step(node, event)
 
-    # -- invariants -------------------------------------------------------------------------------------------------
-
-    def _installed(self, node: SimulatedNode, view: View, is_member: bool) -> None:
-        self._note(f"{node.member.key} learns epoch {view.epoch}: {[str(m.key) for m in view.members]} {view.reason}")
-        if is_member:
-            self._check(not node.views or node.views[-1].epoch < view.epoch, f"{node.member.key} went back in epochs")
-            self._check(not node.evicted, f"{node.member.key} came back after its eviction")
-            node.views.append(view)
-        is_news = view.epoch not in self.decided
-        known = self.decided.setdefault(view.epoch, view)
-        self._check(known == view, f"epoch {view.epoch} was decided twice: {known} and {view}")
-        if known is view:
-            before = self.decided.get(view.epoch - 1)
-            self.coverage[f"view: {_kind_of(view, before)}"] += is_news
-            voters = [
-                keys for (epoch, _), (held, keys) in self._accepted.items() if (epoch, held) == (view.epoch, view)
-            ]
-            wrong = wrong_with(view, before, voters, len(self._addresses), *self._sizes[:2], self.vouched)
-            self._check(wrong is None, f"epoch {view.epoch} {wrong}")
-
-    def check_converged(self) -> None:
-        """After a long calm: if the newest view known can still decide, it holds exactly the live members; all know
-        it.
-        """
-        live = self.live()
-        for node in live:
-            self._check(node.member.key not in self.vouched, f"{node.member.key} is in, although it was assumed dead")
-        newest = max((n.core.newest for n in live if n.core.newest), key=lambda view: view.epoch, default=None)
-        if newest is None:
-            return
-        num_voters = sum(node.member.key in newest.keys for node in live)
-        num_nodes = sum(node.member.role is Role.NODE for node in live)
-        if num_voters == 0 or 2 * num_voters < len(newest.members) or num_nodes < self._sizes[0]:
-            return
-        keys = [node.member.key for node in live]
-        self._check(newest.keys == set(keys), f"the newest view holds {sorted(newest.keys)}, but {sorted(keys)} live")
-        for node in live:
-            self._check(node.core.view == newest, f"{node.member.key} does not know epoch {newest.epoch}")
-
     def _note(self, text: str) -> None:
-        self.trace.append(f"{self.now:8.3f} {text}")
-
-    def _check(self, holds: bool, what: str) -> None:
-        if not holds:
-            faults = "\n".join(map(str, self.schedule))
-            last = "\n".join(self.trace[-60:])
-            raise InvariantViolation(f"seed {self.seed}: {what}\nschedule:\n{faults}\nlast events:\n{last}")
+        self._referee.note(self._network.now, text)

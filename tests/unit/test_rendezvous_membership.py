@@ -103,7 +103,7 @@ def test_rumour_about_oneself_is_refuted_with_a_higher_number_and_told_at_once(s
     membership.apply(news("b", A), 0.0)
     out.drain()
     membership.apply(news("a", status, 4), 1.0)
-    assert membership.refutation == 5
+    assert membership.own.refutation == 5
     (sent,) = [e for e in out.drain() if isinstance(e, Send)]
     assert isinstance(sent.message, Gossip)
     (update,) = sent.message.updates
@@ -114,14 +114,14 @@ def test_old_rumour_about_oneself_is_ignored() -> None:
     membership, _ = table()
     membership.apply(news("a", S, 4), 1.0)
     membership.apply(news("a", S, 3), 2.0)
-    assert membership.refutation == 5
+    assert membership.own.refutation == 5
 
 
 def test_final_word_about_oneself_is_taken_and_not_refuted() -> None:
     membership, _ = table()
     membership.apply(news("a", G, 0, proof=True), 1.0)
     assert membership.own.status is G
-    assert membership.refutation == 0
+    assert membership.own.refutation == 0
 
 
 def test_independent_accusers_are_counted_and_the_same_one_is_no_news() -> None:
