@@ -134,44 +134,25 @@ class Mesh:
 
     def _accept(self, listener: socket.socket, hello: bytes, answer: bytes, missing: set[int], deadline: float) -> None:
         """Let the ranks in ``missing`` in. A connection says who it is, or it is dropped at the end."""
-        said: dict[socket.socket, bytes] = {}  # in the order in which they came
         listener.setblocking(False)
         with selectors.DefaultSelector() as selector:
             selector.register(listener, selectors.EVENT_READ)
-
-            def forget(sock: socket.socket) -> None:
-                selector.unregister(sock)
-                del said[sock]
-
+            strangers = _Strangers(selector)
             try:
                 while missing:
                     left_s = deadline - time.monotonic()
                     if left_s <= 0:
                         raise TransferFailed(f"ranks {sorted(missing)} did not connect in time")
                     for key, _ in selector.select(left_s):
-                        sock = key.fileobj
+                        if key.fileobj is listener:
+                            self._admit(listener, strangers, len(missing) + _NUM_STRANGERS)
+                            continue
+                        said = strangers.hear(key.fileobj)
+                        if said is None:
+                            continue
+                        sock, peer = key.fileobj, _who(said, hello)
                         assert isinstance(sock, socket.socket)
-                        if sock is listener:
-                            try:
-                                new, _ = listener.accept()
-                            except (BlockingIOError, ConnectionAbortedError):
-                                continue  # gone again
-                            new.setblocking(False)
-                            said[self._adopt(new)] = b""
-                            selector.register(new, selectors.EVENT_READ)
-                            if len(said) > len(missing) + _NUM_STRANGERS:
-                                oldest = next(iter(said))
-                                forget(oldest)
-                                self._drop(oldest)
-                            continue
-                        if sock not in said:
-                            continue  # dropped a moment ago
-                        heard = self._more(sock, _HELLO.size - len(said[sock]))
-                        said[sock] += heard or b""
-                        if heard is not None and len(said[sock]) < _HELLO.size:
-                            continue
-                        peer = _who(said[sock], hello)
-                        forget(sock)
+                        strangers.forget(sock)
                         if peer in missing:
                             missing.discard(peer)
                             sock.sendall(answer)
@@ -179,18 +160,20 @@ class Mesh:
                         else:
                             self._drop(sock)
             finally:
-                for sock in said:
+                for sock in strangers.said:
                     self._drop(sock)
 
-    @staticmethod
-    def _more(sock: socket.socket, num_bytes: int) -> bytes | None:
-        """None: the other side has closed it."""
+    def _admit(self, listener: socket.socket, strangers: _Strangers, max_strangers: int) -> None:
         try:
-            return sock.recv(num_bytes) or None
-        except BlockingIOError:
-            return b""
-        except OSError:
-            return None
+            new, _ = listener.accept()
+        except (BlockingIOError, ConnectionAbortedError):
+            return  # gone again
+        new.setblocking(False)
+        strangers.add(self._adopt(new))
+        if len(strangers.said) > max_strangers:
+            oldest = next(iter(strangers.said))
+            strangers.forget(oldest)
+            self._drop(oldest)
 
     def _hear(self, peer: int, answer: bytes, deadline: float) -> None:
         sock, heard = self._peers[peer], b""
@@ -202,6 +185,36 @@ class Mesh:
             heard += more
         if not hmac.compare_digest(heard, answer):
             raise TransferFailed(f"what answers at the address of rank {peer} does not belong to this round")
+
+
+class _Strangers:
+    """Connections that have not said yet who they are."""
+
+    def __init__(self, selector: selectors.BaseSelector) -> None:
+        self._selector = selector
+        self.said: dict[socket.socket, bytes] = {}  # in the order in which they came
+
+    def add(self, sock: socket.socket) -> None:
+        self.said[sock] = b""
+        self._selector.register(sock, selectors.EVENT_READ)
+
+    def forget(self, sock: socket.socket) -> None:
+        self._selector.unregister(sock)
+        del self.said[sock]
+
+    def hear(self, sock: object) -> bytes | None:
+        """All that it says before it is let in, or less if it has hung up. None: more is to come, or it was dropped."""
+        if not isinstance(sock, socket.socket) or sock not in self.said:
+            return None
+        num_missing = _HELLO.size - len(self.said[sock])
+        try:
+            more = sock.recv(num_missing)
+        except BlockingIOError:
+            return None
+        except OSError:
+            more = b""
+        self.said[sock] += more
+        return self.said[sock] if not more or len(more) == num_missing else None
 
 
 def _who(said: bytes, hello: bytes) -> int:
