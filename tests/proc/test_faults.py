@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -338,11 +339,18 @@ def test_missing_script_is_refused_before_anything_starts(tmp_path: Path, fork_s
     assert "there is no script 'nowhere.py'" in stderr
 
 
-@pytest.mark.parametrize("backend", ["", '"gloo"', '"nccl"', '"cpu:gloo,cuda:nccl"', '"p2p"'])
-def test_any_usual_backend_gives_groups_that_can_be_repaired(
-    backend: str, tmp_path: Path, fork_server: dict[str, str]
-) -> None:
-    body = GOOD.format(backend=backend, more="") + "    x = torch.ones(1); dist.all_reduce(x); assert x.item() == 2\n"
+def test_any_usual_backend_gives_groups_that_can_be_repaired(tmp_path: Path, fork_server: dict[str, str]) -> None:
+    body = """
+        import torch, torch.distributed as dist
+        from p2pstate.groups.group import P2PGroup
+        for backend in (None, "gloo", "nccl", "cpu:gloo,cuda:nccl", "p2p"):
+            dist.init_process_group(backend)
+            assert isinstance(dist.group.WORLD, P2PGroup), backend
+            x = torch.ones(1)
+            dist.all_reduce(x)
+            assert x.item() == 2, backend
+            dist.destroy_process_group()
+    """
     process = launch(tmp_path, fork_server, "--nproc-per-node", "2", script(tmp_path, body))
     _, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, stderr
@@ -363,7 +371,7 @@ def test_any_usual_backend_gives_groups_that_can_be_repaired(
 def test_failing_script_ends_the_run_with_its_reason(
     body: str, code: int, sentence: str, tmp_path: Path, fork_server: dict[str, str]
 ) -> None:
-    process = launch(tmp_path, fork_server, "--nproc-per-node", "2", script(tmp_path, body))
+    process = launch(tmp_path, fork_server, script(tmp_path, body))
     _, stderr = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == code, stderr
     assert sentence in stderr
@@ -620,16 +628,13 @@ def test_spare_node_survives_more_recoveries_than_are_allowed_without_progress(s
     assert set(run.end().values()) == {0}
 
 
-@pytest.mark.parametrize("flip", [False, True])
-def test_bit_flip_in_one_replica_is_reported_and_no_flip_is_not(
-    flip: bool, tmp_path: Path, fork_server: dict[str, str]
-) -> None:
+def test_bit_flip_in_one_replica_is_reported_and_nothing_before_it(tmp_path: Path, fork_server: dict[str, str]) -> None:
     """DDP ships no parameter; that the other node's copy is the same is compared at every version."""
     body = (
         TRAINING
-        + f"""
+        + """
     for step, loss in state.run(train_step, steps=8):
-        if {flip} and step == 4 and rank == 1:
+        if step == 4 and rank == 1:
             with torch.no_grad():
                 next(model.parameters()).view(torch.int32)[0, 0] ^= 1
     """
@@ -637,4 +642,6 @@ def test_bit_flip_in_one_replica_is_reported_and_no_flip_is_not(
     nodes = launch_two(tmp_path, fork_server, script(tmp_path, body))
     stderr = "".join(node.communicate(timeout=DEADLINE_S)[1] for node in nodes)
     assert [node.returncode for node in nodes] == [0, 0], stderr
-    assert ("SILENT CORRUPTION? rank" in stderr) == flip, stderr
+    reported = [int(step) for step in re.findall(r"SILENT CORRUPTION\? rank .* first seen at step (\d+)", stderr)]
+    assert reported, stderr
+    assert min(reported) in (4, 5), stderr
