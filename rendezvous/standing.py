@@ -48,6 +48,12 @@ def standing_of(node: Node) -> dict[str, Any]:
     }
 
 
+def part_of(name: str, view: Mapping[str, Any] | None) -> str:
+    """What a member does in a view (as `standing_of` tells it), in a word or a few."""
+    parts = {"places": "training", "spares": "spare", "witnesses": "witness"}
+    return next((word for key, word in parts.items() if view is not None and name in view[key]), "not in the view")
+
+
 def newest_view(standings: Iterable[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     """Of what several nodes have told; None while no view was decided."""
     views = [standing["view"] for standing in standings if standing["view"] is not None]

@@ -14,7 +14,7 @@ from p2pstate.agent.held import RankProcess
 from p2pstate.agent.weaknesses import Weaknesses
 from p2pstate.sizes import size_text
 from p2pstate.vault import Vault
-from rendezvous.standing import newest_view
+from rendezvous.standing import newest_view, part_of
 
 __all__ = ["describe", "ranks_status"]
 
@@ -60,9 +60,7 @@ def describe(answers: Answers) -> list[str]:
 def _member(name: str, answers: Answers, view: Mapping[str, Any] | None) -> list[str]:
     told = [answer["members"][name] for answer in answers.values() if name in answer["members"]]
     known = min(told, key=lambda each: float(each["silent_s"]))
-    parts = {"places": "training", "spares": "spare", "witnesses": "witness"}
-    part = next((word for key, word in parts.items() if view is not None and name in view[key]), "not in the view")
-    line = f"  {name}  {known['address']}  {part}, {known['state']}"
+    line = f"  {name}  {known['address']}  {part_of(name, view)}, {known['state']}"
     if known["reason"]:
         line += f" ({known['reason']})"
     answer = answers.get(name)

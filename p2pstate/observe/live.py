@@ -38,9 +38,8 @@ class LiveRun:
         self._shipped: dict[int, int] = {}  # by rank: what its process has told of so far
         self._saved: tuple[int, float] | None = None  # the newest step on disk, and since when
         self._slow: dict[int, tuple[float, str]] = {}  # by rank: when it was said to be slow, and why
-        self._commits: defaultdict[int, dict[int, float]] = defaultdict(
-            dict
-        )  # by rank: when recent steps were committed
+        # By rank: when recent steps were committed.
+        self._commits: defaultdict[int, dict[int, float]] = defaultdict(dict)
         self._lags_s: dict[int, float] = {}  # by rank
         self._windows = Windows()
         self._fetches: deque[float] = deque(maxlen=MAX_FETCHES)

@@ -14,7 +14,7 @@ from typing import Any
 from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.incidents import longest
 from p2pstate.observe.skew import WINDOW_STEPS, Load, Skew, judge
-from rendezvous.standing import newest_view
+from rendezvous.standing import newest_view, part_of
 
 __all__ = ["WINDOWS", "headline", "merge"]
 
@@ -106,8 +106,7 @@ def _incidents(answers: Collection[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _node(
     name: str, answer: Mapping[str, Any] | None, view: Mapping[str, Any] | None, member: Mapping[str, Any]
 ) -> dict[str, Any]:
-    parts = {"places": "training", "spares": "spare", "witnesses": "witness"}
-    part = next((word for key, word in parts.items() if view is not None and name in view[key]), "not in the view")
+    part = part_of(name, view)
     return {
         "name": name,
         "address": member["address"],
