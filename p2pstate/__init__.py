@@ -88,6 +88,7 @@ Layout, from the top down (a file imports only what stands above it):
     worker/link.py          the line to the agent
     worker/farewell.py      a worker that is asked to go
     worker/context.py       this worker's place in the run
+    unprotected.py          optimizers that step where nothing keeps what they change
     footprint.py            how much of the live state is unique
     description.py          pure: what is protected, where, and what the loss of a node does
     live_body.py            bytes that are sent from live state
@@ -259,12 +260,14 @@ def init_process_group(**kwargs: Any) -> None:
     """
     import torch.distributed as dist
 
+    from p2pstate.unprotected import warn_of_unprotected_steps
     from p2pstate.worker.attaching import attach
     from p2pstate.worker.context import current
 
     attach()
-    current()
+    context = current()
     dist.init_process_group("p2p", **kwargs)
+    warn_of_unprotected_steps(context)
 
 
 def __getattr__(name: str) -> Any:

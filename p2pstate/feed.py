@@ -9,7 +9,8 @@ the undisturbed run does not draw.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from p2pstate.errors import ConfigError
@@ -48,6 +49,21 @@ class Feed:
         self._position = position
         self._iterator: Iterator[Any] | None = None
         self._num_loops = 0
+
+    def check(self, train_step: Callable[..., Any]) -> None:
+        """Raises ValueError if it cannot be called with what `next` returns."""
+        if not callable(train_step):
+            raise ValueError(f"run() takes a function that does one step, not {type(train_step).__name__}")
+        try:
+            signature = inspect.signature(train_step)
+        except ValueError:  # some functions do not tell
+            return
+        try:
+            signature.bind(*([] if self._data is None else [None]))
+        except TypeError as error:
+            given = "no arguments, as the Replicator has no data=" if self._data is None else "the batch"
+            name = getattr(train_step, "__name__", type(train_step).__name__)
+            raise ValueError(f"run() calls {name} with {given}: {error}") from None
 
     def next(self) -> tuple[Any, ...]:
         """The next batch, as arguments of train_step. Raises StopIteration when the data ends."""

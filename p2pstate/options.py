@@ -11,7 +11,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from rendezvous.config import PRESETS, Config
-from rendezvous.discovery import local_binds
+from rendezvous.discovery import is_literal, local_binds, names_loopback
 from rendezvous.keys import read_key_file
 from rendezvous.types import Role
 from rendezvous.zmq_transport import check_exposure
@@ -92,6 +92,13 @@ def make_config(
     if not contacts and (role is Role.WITNESS or int(high or low) + options.spares + options.witnesses > 1):
         raise ValueError("--contacts is missing: list host:port of some nodes of this run (this one may be among them)")
     elsewhere = options.iface or any(f"P2PSTATE_{name}" in os.environ for name in ("BIND", "IFACE"))
+    if not (options.bind or elsewhere or options.advertise):
+        far = [contact for contact in contacts if is_literal(contact) and not names_loopback(contact)]
+        if far:
+            raise ValueError(
+                f"--bind is missing: {far[0]} is on the network, and without --bind (or --iface) this node listens on "
+                "loopback, where nobody there reaches it"
+            )
     config = Config.from_env(
         run_id=options.run_id,
         name=options.name,

@@ -119,6 +119,7 @@ class Loop:
 
     def run(self, train_step: Callable[..., Any], steps: int | None) -> Iterator[tuple[int, Any]]:
         """See Replicator.run."""
+        self._feed.check(train_step)
         return LoopIterator(self._run(train_step, steps), self._close)
 
     def batches(self, steps: int | None) -> Iterator[Any]:

@@ -62,7 +62,12 @@ class Joining:
         late = now - self._started_s > self._timing.failure_s
         if late and not (self._has_met or self._is_refused) and (missing or self._contacts.problems):
             listed = ", ".join((*missing, *self._contacts.problems))
-            self._out.put(Waiting(f"no contact answers ({listed}): waiting for one; check addresses and firewalls"))
+            self._out.put(
+                Waiting(
+                    f"no contact answers ({listed}): waiting for one; check addresses and firewalls, and that all "
+                    "nodes have the same run id and key"
+                )
+            )
 
     def introduce(self, address: str, now: float) -> None:
         """Somebody there does not know this node, or takes it for its predecessor; not more often than needed."""

@@ -150,11 +150,12 @@ def current() -> WorkerContext:
         return _current
     if ENV_AGENT in os.environ:
         raise ConfigError("call p2pstate.init_process_group() first, in place of torch's own")
-    script = os.path.basename(sys.argv[0]) or "script.py"
+    script = os.path.basename(sys.argv[0]) if hasattr(sys.modules["__main__"], "__file__") else "script.py"
     raise ConfigError(
         "this process was not started by p2pstate, so its process groups cannot be repaired and nobody keeps its "
         f"state: start it as `p2prun --nproc-per-node N {script}`, or as `torchrun --rdzv-backend=p2p ... {script}`, "
-        "instead of with python alone or torchrun's own backends"
+        "instead of with python alone, in a notebook or with torchrun's own backends (mpirun and srun start p2prun, "
+        "once per node)"
     )
 
 

@@ -20,6 +20,7 @@ from p2pstate.errors import EXIT_CONFIG
     [
         (["stauts"], "commands are status, stop, assume-dead, witness"),
         (["status"], "--contacts is missing: list host:port of some nodes of the run"),
+        (["--nnodes", "2", "--contacts", "10.0.0.1:7000", "train.py"], "--bind is missing: 10.0.0.1:7000 is on the"),
         (["--key-file", "none.key", "train.py"], "there is no key file none.key; make one with `p2pstate keygen"),
     ],
 )

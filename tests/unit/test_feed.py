@@ -67,3 +67,22 @@ def test_without_data_turns_are_counted() -> None:
     assert feed.next() == ()
     feed.skip_to(4)
     assert feed.num_batches == 4
+
+
+@pytest.mark.parametrize(
+    ("data", "train_step", "says"),
+    [
+        (None, lambda batch: batch, "<lambda> with no arguments, as the Replicator has no data=: missing"),
+        ([1], lambda: None, "<lambda> with the batch: too many"),
+        (None, 3, "a function that does one step, not int"),
+    ],
+)
+def test_function_that_cannot_take_what_the_feed_gives_is_refused(data: Any, train_step: Any, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        Feed(data, LoopPosition()).check(train_step)
+
+
+def test_functions_with_defaults_and_built_in_ones_are_taken() -> None:
+    for data in (None, [1]):
+        Feed(data, LoopPosition()).check(lambda batch=None, *, scale=1.0: batch)
+        Feed(data, LoopPosition()).check(dict)
