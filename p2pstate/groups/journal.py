@@ -94,5 +94,6 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
-    whole = tensor.detach().cpu().contiguous().reshape(-1)
+    # a clone, because memory that NumPy has seen cannot be freed under its tensor any more, as FSDP does
+    whole = tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1)
     return whole.view(torch.uint8).numpy().tobytes()

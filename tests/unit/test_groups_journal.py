@@ -54,6 +54,15 @@ def test_script_that_takes_another_way_gets_no_more_answers(recording: Recording
     assert not replay.answer("world", 3, "allgather", gathered())
 
 
+def test_memory_of_outputs_can_be_freed_under_them_as_sharding_does() -> None:
+    recording, out = Recording(), torch.ones(4)
+    recording.ended("world", 1, "_allgather_base", out)
+    out.untyped_storage().resize_(0)
+    again = torch.zeros(4)
+    assert Replay(recording.pack()).answer("world", 1, "_allgather_base", again)
+    assert again.tolist() == [1, 1, 1, 1]
+
+
 def test_outputs_that_are_told_twice_are_kept_as_they_were_first(recording: Recording) -> None:
     recording.ended("world", 1, "broadcast", [torch.tensor([8])])
     out = torch.zeros(1, dtype=torch.int64)
