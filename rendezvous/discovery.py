@@ -2,8 +2,9 @@
 
 Flows in: contact texts and, each time they are read, the world (resolver, directory, environment). Flows out: addresses
 (IP literals with a port) and a sentence for each contact that gave none.
-Invariants: reading never raises for what the world answers; a contact that fails now may work the next time.
-Limits: a resolver may take long, so `ContactReader` reads on a thread of its own and never on the node's.
+Invariants: reading never raises for what the world answers; a contact that fails now may work the next time; one that
+takes long to read holds up no other.
+Limits: a resolver may take long, so `ContactReader` reads on threads of its own and never on the node's.
 A node tells others one address, of the family in which a contact on another host is reached: where some speak IPv4 only
 and others IPv6 only, they do not meet.
 """
@@ -12,7 +13,6 @@ from __future__ import annotations
 
 import ipaddress
 import os
-import queue
 import re
 import socket
 import threading
@@ -33,15 +33,46 @@ def resolve(host: str, port: int) -> list[str]:
 
 
 def read_contacts(contacts: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[list[str], list[str]]:
-    """-> (addresses without repetition, problems). Blocks as long as the resolver does."""
-    addresses: list[str] = []
-    problems: list[str] = []
-    for contact in contacts:
+    """-> (addresses without repetition, problems). Blocks as long as the resolver does for the slowest of them."""
+    return _merged(_read_each(contacts, os.environ if env is None else env))
+
+
+def _read_each(contacts: Sequence[str], env: Mapping[str, str]) -> list[_Reading]:
+    """All at once."""
+    readings = [_Reading(contact, env) for contact in contacts]
+    slow = [reading for reading in readings if not is_literal(reading.contact)]
+    # Daemons: a resolver can hang for longer than anybody wants to wait at exit.
+    threads = [threading.Thread(target=reading.read, name="rendezvous-resolve", daemon=True) for reading in slow[1:]]
+    for thread in threads:
+        thread.start()
+    for reading in readings:
+        if reading not in slow[1:]:
+            reading.read()
+    for thread in threads:
+        thread.join()
+    return readings
+
+
+class _Reading:
+    """One contact, and what it said when it was read last."""
+
+    def __init__(self, contact: str, env: Mapping[str, str]) -> None:
+        self.contact = contact
+        self._env = env
+        self.addresses_or_problem: list[str] | str = []
+
+    def read(self) -> None:
+        """From any thread: the result changes in one go."""
         try:
-            addresses += _read_one(contact, os.environ if env is None else env)
+            self.addresses_or_problem = _read_one(self.contact, self._env)
         except (OSError, ValueError) as error:
-            problems.append(f"{contact}: {error}")
-    return list(dict.fromkeys(addresses)), problems
+            self.addresses_or_problem = f"{self.contact}: {error}"
+
+
+def _merged(readings: Sequence[_Reading]) -> tuple[list[str], list[str]]:
+    found = [reading.addresses_or_problem for reading in readings]
+    addresses = dict.fromkeys(address for each in found if isinstance(each, list) for address in each)
+    return list(addresses), [each for each in found if isinstance(each, str)]
 
 
 def _read_one(contact: str, env: Mapping[str, str]) -> list[str]:
@@ -139,8 +170,8 @@ def _outgoing_host(contacts: Sequence[str], *, only_v4: bool) -> str:
     Who listens at 0.0.0.0 is not reached over IPv6, who listens at [::] over both.
 
     A host that is its own first contact learns nothing from it (its own name may well mean 127.0.1.1 here), so
-    contacts on other hosts are asked first, and at last the host's own name. A run whose contacts are loopback by their
-    name stays on loopback.
+    contacts on other hosts are asked first, then the host's own name, and at last the default route. A run whose
+    contacts are loopback by their name stays on loopback.
     """
 
     def usable(addresses: list[str]) -> list[str]:
@@ -153,14 +184,8 @@ def _outgoing_host(contacts: Sequence[str], *, only_v4: bool) -> str:
         return split_address(addresses[0])[0]
     local = {address: is_local(split_address(address)[0]) for address in addresses}
     for address in sorted(addresses, key=lambda address: local[address]):
-        host, port = split_address(address)
-        try:
-            with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
-                probe.connect((host, port))
-                found = str(probe.getsockname()[0])
-        except OSError:
-            continue
-        if not ipaddress.ip_address(found).is_loopback:
+        found = _host_towards(*split_address(address))
+        if found:
             return found
     try:
         own = [split_address(address)[0] for address in usable(resolve(socket.gethostname(), 1))]
@@ -172,10 +197,28 @@ def _outgoing_host(contacts: Sequence[str], *, only_v4: bool) -> str:
             return found
     if read and not addresses:
         problems.append("0.0.0.0 is reached over IPv4 only and the contacts over IPv6 only: bind [::]")
+    elif host := _default_route_host(only_v4=only_v4):
+        return host
     raise RendezvousError(
         "bind names every interface, and no address was found under which other hosts reach this one "
         f"({'; '.join(problems) or 'only loopback addresses'}). Give one with advertise"
     )
+
+
+def _host_towards(host: str, port: int) -> str:
+    """The local address from which `host` is reached; empty if that is loopback or there is no way. Sends nothing."""
+    try:
+        with socket.socket(_family(host), socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            found = str(probe.getsockname()[0])
+    except OSError:
+        return ""
+    return "" if ipaddress.ip_address(found).is_loopback else found
+
+
+def _default_route_host(*, only_v4: bool) -> str:
+    """The local address that leads elsewhere, by the example of addresses that nobody has (RFC 5737, RFC 3849)."""
+    return _host_towards("192.0.2.1", 9) or ("" if only_v4 else _host_towards("2001:db8::1", 9))
 
 
 def is_local(host: str) -> bool:
@@ -196,15 +239,15 @@ def local_binds(contacts: Sequence[str]) -> list[str]:
     several addresses of this host: others may reach only one of them, and not the same.
     """
     found: list[str] = []
-    only_loopback, v6 = True, False
-    for contact in contacts:
-        named_loopback = names_loopback(contact)
+    # A contact that names nobody yet may name other hosts later.
+    only_loopback, v6 = all(map(names_loopback, contacts)), False
+    for reading in _read_each(contacts, os.environ):
+        named_loopback = names_loopback(reading.contact)
         here = []
-        for address in read_contacts([contact])[0]:
+        for address in _merged([reading])[0]:
             host, port = split_address(address)
             loopback = ipaddress.ip_address(host).is_loopback
-            only_loopback = only_loopback and loopback and named_loopback
-            v6 = v6 or (is_v6(address) and (not named_loopback or is_literal(contact)))
+            v6 = v6 or (is_v6(address) and (not named_loopback or is_literal(reading.contact)))
             if loopback and not named_loopback:
                 here.append(join_address("::" if is_v6(address) else "0.0.0.0", port))
             elif is_local(host):
@@ -241,27 +284,37 @@ def is_literal(contact: str) -> bool:
 
 
 class ContactReader:
-    """Reads the contacts again and again on a thread of its own. Owned by one node; `close` ends the thread."""
+    """Reads each contact again and again on a thread of its own, and reports all that is known whenever it changes.
+
+    Owned by one node; `close` ends the threads.
+    """
 
     def __init__(
         self, contacts: Sequence[str], interval_s: float, report: Callable[[list[str], list[str]], None]
     ) -> None:
-        self._contacts = tuple(contacts)
+        self._readings = [_Reading(contact, os.environ) for contact in contacts]
         self._interval_s = interval_s
         self._report = report
-        self._stop: queue.SimpleQueue[None] = queue.SimpleQueue()
-        # A daemon: a resolver can hang for longer than anybody wants to wait at exit.
-        self._thread = threading.Thread(target=self._run, name="rendezvous-contacts", daemon=True)
-        self._thread.start()
+        self._reported: tuple[list[str], list[str]] | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._run, args=(reading,), name="rendezvous-contacts", daemon=True)
+            for reading in self._readings
+        ]
+        for thread in self._threads:
+            thread.start()
 
-    def _run(self) -> None:
+    def _run(self, reading: _Reading) -> None:
         while True:
-            self._report(*read_contacts(self._contacts))
-            try:
-                self._stop.get(timeout=self._interval_s)
+            reading.read()
+            with self._lock:
+                found = _merged(self._readings)
+                if found != self._reported:
+                    self._reported = found
+                    self._report(*found)
+            if is_literal(reading.contact) or self._stop.wait(self._interval_s):
                 return
-            except queue.Empty:
-                continue
 
     def close(self) -> None:
-        self._stop.put(None)
+        self._stop.set()

@@ -12,7 +12,7 @@ from typing import Any
 
 from rendezvous.node import Node
 from rendezvous.store import StoreEnded, StoreTimeout, raise_or_return
-from rendezvous.types import StoreReply
+from rendezvous.types import STORE_ANSWER_S, StoreReply
 
 _CHECK_INTERVAL_S = 0.05
 
@@ -29,7 +29,7 @@ class NodeChannel:
         self._node.call_soon_threadsafe(
             lambda: self._node.store_request(epoch, op, args, deadline_s, answers.put),
         )
-        until_s = time.monotonic() + deadline_s + 1.0  # the node itself answers at the deadline
+        until_s = time.monotonic() + deadline_s + 2 * STORE_ANSWER_S  # the node itself answers before
         while not self._closed:
             try:
                 return raise_or_return(answers.get(timeout=_CHECK_INTERVAL_S))

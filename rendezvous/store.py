@@ -2,7 +2,8 @@
 
 Flows in: calls of torch and of user code, from any thread. Flows out: requests on a `StoreChannel`.
 Invariants: nothing but DistStoreError (or a subclass) is raised, because torch's own barriers do not survive other
-errors; the timeout is read at every operation, because a prefix store changes it behind Python's back.
+errors; the timeout is read at every operation, because a prefix store changes it behind Python's back; below zero it
+means no limit, as in torch's own stores, and so does what is too long for C++, which torch turns into such a number.
 Limits: torch's PrefixStore passes neither queues nor `list_keys` on to a store written in Python. A value that is
 popped for a caller whose time is just over is lost. Stores are never freed: groups keep only the C++ half alive, so
 every Python half made here stays in a list (one for each epoch and clone, a few hundred bytes each).
@@ -20,6 +21,8 @@ from torch.distributed import DistStoreError, QueueEmptyError
 
 from rendezvous.store_line import StoreLines
 from rendezvous.types import StoreReply
+
+_LONGEST_S = 1e8  # three years: rounds end before
 
 _kept: list[EpochStore] = []
 
@@ -132,7 +135,8 @@ class EpochStore(Store):
 
     def _request(self, op: str, args: list[Any], timeout: timedelta | None = None) -> Any:
         # The timeout must be read here and now: PrefixStore.set_timeout changes it without calling Python.
-        deadline_s = (self._timeout() if timeout is None else timeout).total_seconds()
+        timeout_s = (self._timeout() if timeout is None else timeout).total_seconds()
+        deadline_s = timeout_s if 0 <= timeout_s < _LONGEST_S else _LONGEST_S
         try:
             return self._channel.request(self._epoch, op, args, deadline_s)
         except StoreError:

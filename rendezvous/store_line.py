@@ -2,7 +2,8 @@
 
 Flows in: store operations, from any thread. Flows out: replies.
 Invariants: a thread has at most one request under way, which it sends and whose reply it reads itself; a request waits
-no longer than its deadline and a second, nor past the round or the agent's end; a forked child opens lines of its own.
+no longer than its deadline and twice STORE_ANSWER_S, nor past the round or the agent's end; a forked child opens lines
+of its own.
 Limits: the socket's name is abstract, so both ends must share a network namespace.
 """
 
@@ -15,11 +16,10 @@ import threading
 from typing import Any
 
 from rendezvous.channel import Channel, ChannelClosed, Message
-from rendezvous.types import StoreReply
+from rendezvous.types import STORE_ANSWER_S, StoreReply
 
 # Set to 1, gloo asks for the addresses of all peers at once, else for one after the other and twice for each.
 ENV_GLOO_ASKS_ONCE = "GLOO_ENABLE_STORE_V2_API"
-_MAX_WAIT_S = 1e6
 _TIMEVAL = struct.Struct("ll")
 AGENT_GONE = StoreReply(False, error="this node's agent is gone, and the round with it", ended=True)
 
@@ -44,7 +44,7 @@ class StoreLine:
 
     def request(self, epoch: int, op: str, args: list[Any], deadline_s: float) -> StoreReply:
         """One operation on the round's store. A line whose reply is late is closed, so that it answers no other."""
-        self._wait_at_most(min(deadline_s + 1.0, _MAX_WAIT_S))
+        self._wait_at_most(deadline_s + 2 * STORE_ANSWER_S)
         received = None
         try:
             self._channel.send({**store_request(epoch, op, args, deadline_s), "id": 0})

@@ -33,7 +33,7 @@ from rendezvous.store_parts import (
     split,
 )
 from rendezvous.store_shard import ENDED, Replies, StoreShard
-from rendezvous.types import Member, MemberKey, StoreReply, View
+from rendezvous.types import STORE_ANSWER_S, Member, MemberKey, StoreReply, View
 
 MAX_REMEMBERED = 16384
 MAX_AHEAD = 4096
@@ -61,6 +61,11 @@ class _Call:
     args: list[Any]
     deadline_s: float
     resend_s: float
+
+    @property
+    def given_up_s(self) -> float:
+        """When its owner must have answered: at the deadline, and the answer has come."""
+        return self.deadline_s + STORE_ANSWER_S
 
 
 @dataclass(slots=True)
@@ -187,7 +192,7 @@ class StoreRouter:
         owner, args, positions = part
         request.calls[number] = positions
         call = self._calls[number] = _Call(request, owner, request.op, args, deadline_s, now + self._resend_s)
-        self._due_s = min(self._due_s, call.deadline_s, call.resend_s)
+        self._due_s = min(self._due_s, call.given_up_s, call.resend_s)
 
     def receive(self, sender: MemberKey, message: StoreCall | StoreResult, now: float) -> None:
         if isinstance(message, StoreCall):
@@ -216,7 +221,7 @@ class StoreRouter:
         for number, call in list(self._calls.items()):
             if number not in self._calls:
                 continue
-            if call.deadline_s <= now:
+            if call.given_up_s <= now:
                 text = f"{call.owner.name} gave no answer about {names(call.args)} in time"
                 if call.op in WAITING:
                     text += ": nobody set it, or that node is silent"
@@ -225,7 +230,7 @@ class StoreRouter:
                 call.resend_s = now + self._resend_s
                 if call.owner.key != self._me:
                     self._issue(number, call, now)
-        times = [min(call.deadline_s, call.resend_s) for call in self._calls.values()]
+        times = [min(call.given_up_s, call.resend_s) for call in self._calls.values()]
         times += [item.deadline_s for item in self._early]
         self._due_s = min([*times, self._pushed.next_deadline_s()])
 
@@ -261,10 +266,11 @@ class StoreRouter:
         """One operation on keys of this member's own, once nobody has copies of what it changes."""
         keys = self._pushed.to_take_back(op, args)
         if keys:
+            held_until_s = deadline_s + STORE_ANSWER_S / 2
             fresh = self._pushed.hold(
-                token, keys, deadline_s, lambda: self._answer(self._call_shard(token, op, args, deadline_s, now))
+                token, keys, held_until_s, lambda: self._answer(self._call_shard(token, op, args, deadline_s, now))
             )
-            self._due_s = min(self._due_s, deadline_s)
+            self._due_s = min(self._due_s, held_until_s)
             if fresh:
                 self._take_back(fresh, now)
             return []

@@ -217,6 +217,11 @@ class MemberChange:
     proof: bool = False
 
 
+# A store operation's deadline says how long keys are waited for; its answer may take this much longer on its way, so
+# that a short deadline does not cut off what needs no waiting.
+STORE_ANSWER_S = 1.0
+
+
 @dataclass(frozen=True, slots=True)
 class StoreReply:
     """The answer to one store operation. `ended`: the round is over; `timed_out`: the deadline passed; else `error`

@@ -76,7 +76,14 @@ def has_quorum(
 
 def quorum_text(view: View | None, num_votes: int, sizes: Sizes) -> str:
     """The sentence for a missing quorum."""
-    size = sizes.max_size if view is None else len(view.members)
+    if view is None:
+        size = sizes.max_size
+        return (
+            f"a run begins with more than half of the members it may have, so that no other half of them begins the "
+            f"same run elsewhere: {size // 2 + 1} of {size} are needed (--nnodes' MAX, with expected spares and "
+            f"witnesses) and {num_votes} came: waiting for more to join. If no more will come, start with a smaller MAX"
+        )
+    size = len(view.members)
     return (
         f"{size // 2 + 1} of {size} votes are needed and {num_votes} came: waiting for members to answer. Members that "
         "are merely silent may still be training, so nothing is decided without them. If one is gone for certain, say "

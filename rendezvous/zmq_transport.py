@@ -72,7 +72,8 @@ def check_exposure(config: Config) -> None:
         raise ValueError(
             f"bind {config.bind!r} can be reached from other hosts and no key is set: whoever reaches it could join or "
             f"end the run. Give every node the same key, {HOW_TO_MAKE_ONE} and name it with P2PSTATE_KEY_FILE or "
-            "--key-file; or say that everybody in this network may (--insecure, insecure=True)"
+            "--key-file; or say that everybody in this network may (--insecure, insecure=True). Where all nodes are on "
+            "this host, let each bind 127.0.0.1:0"
         )
 
 

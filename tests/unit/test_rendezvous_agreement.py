@@ -278,6 +278,17 @@ def test_lost_requests_are_repeated_to_who_did_not_answer() -> None:
     assert bench.sent() == [("c", Prepare(2, number))]
 
 
+def test_first_view_without_quorum_says_that_it_needs_more_than_half_of_the_maximum() -> None:
+    bench = Bench(None, "")
+    bench.propose()
+    bench.out.drain()
+    bench.agreement.tick(3.0)
+    (waiting,) = [e for e in bench.out.drain() if isinstance(e, Waiting)]
+    assert "2 of 3 are needed (--nnodes' MAX" in waiting.reason
+    assert "1 came" in waiting.reason
+    assert "assume-dead" not in waiting.reason
+
+
 def test_ballot_without_quorum_is_given_up_with_a_sentence() -> None:
     bench = Bench(view_of("abc"), "bc")
     bench.propose()

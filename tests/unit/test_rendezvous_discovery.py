@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ def test_bind_to_every_interface_uses_the_address_towards_a_contact() -> None:
 
 def test_own_name_that_does_not_resolve_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_resolver(monkeypatch, {})
+    monkeypatch.setattr(discovery, "_default_route_host", lambda *, only_v4: "")
     with pytest.raises(RendezvousError, match="Give an IP address with bind or advertise"):
         own_address("nowhere:0", None, 4711, [])
     with pytest.raises(RendezvousError, match="Give one with advertise"):
@@ -138,14 +140,39 @@ def test_only_literal_addresses_are_read_without_waiting(contact: str, literal: 
     assert is_literal(contact) is literal
 
 
-def test_reader_reports_again_and_again_until_it_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(discovery, "read_contacts", lambda contacts: (list(contacts), []))
-    reports: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-    reader = ContactReader(["a:1"], 0.001, lambda addresses, _: reports.put(addresses))
-    assert [reports.get(timeout=10) for _ in range(3)] == [["a:1"]] * 3
+def test_reader_reports_what_changes_and_waits_for_no_slow_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table changes, and one name takes as long to resolve as the test lasts."""
+    free, table = threading.Event(), {"10.0.0.9": ["10.0.0.9"]}
+    fake_resolver(monkeypatch, table)
+    answer_at_once = socket.getaddrinfo
+
+    def getaddrinfo(host: str, port: int, **more: Any) -> list[Any]:
+        assert host != "slow" or free.wait(20)
+        return answer_at_once(host, port, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    reports: queue.SimpleQueue[tuple[list[str], list[str]]] = queue.SimpleQueue()
+    reader = ContactReader(
+        ["slow:1", "late:2", "10.0.0.9:3"], 0.001, lambda addresses, problems: reports.put((addresses, problems))
+    )
+
+    def wait_for(wanted: list[str]) -> list[str]:
+        while True:
+            addresses, problems = reports.get(timeout=10)
+            if addresses == wanted:
+                return problems
+
+    wait_for(["10.0.0.9:3"])
+    table["late"] = ["10.0.0.2"]
+    wait_for(["10.0.0.2:2", "10.0.0.9:3"])
+    table["late"] = ["10.0.0.4"]
+    assert wait_for(["10.0.0.4:2", "10.0.0.9:3"]) == []
+    free.set()
+    assert [problem[:7] for problem in wait_for(["10.0.0.4:2", "10.0.0.9:3"])] == ["slow:1:"]
     reader.close()
-    reader._thread.join(10)
-    assert not reader._thread.is_alive()
+    for thread in reader._threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in reader._threads)
 
 
 def test_agent_listens_where_the_contacts_name_this_host_and_else_anywhere() -> None:
@@ -153,6 +180,16 @@ def test_agent_listens_where_the_contacts_name_this_host_and_else_anywhere() -> 
     assert local_binds(["192.0.2.1:7001", "127.0.0.1:7002"]) == ["127.0.0.1:7002", "0.0.0.0:0"]
     assert local_binds(["[::1]:7001"])[-1] == "[::1]:0"
     assert local_binds([]) == ["127.0.0.1:0"]
+
+
+def test_agent_does_not_hide_on_loopback_from_contacts_that_name_nobody_yet(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    fake_resolver(monkeypatch, {socket.gethostname(): ["127.0.1.1"]})
+    monkeypatch.setattr(discovery, "_default_route_host", lambda *, only_v4: "10.0.0.5")
+    for contacts in (["late:7001"], [f"dir:{tmp_path}"], ["127.0.0.1:7001", "late:7001"]):
+        assert local_binds(contacts)[-1] == "0.0.0.0:0"
+    assert own_address("0.0.0.0:0", None, 4711, ["late:7001"]) == "10.0.0.5:4711"
 
 
 @pytest.mark.parametrize(
@@ -206,6 +243,7 @@ def test_own_address_is_one_that_the_bound_socket_answers_at(monkeypatch: pytest
 
 def test_own_name_that_means_loopback_here_stands_for_every_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "resolve", lambda host, port: [f"127.0.1.1:{port}"])
+    monkeypatch.setattr(discovery, "_default_route_host", lambda *, only_v4: "")
     assert local_binds(["node1:7001"]) == ["0.0.0.0:7001", "0.0.0.0:0"]
     with pytest.raises(RendezvousError, match="only loopback addresses"):
         own_address("0.0.0.0:0", None, 7001, ["node1:7001"])

@@ -13,7 +13,7 @@ from rendezvous.messages import StoreCall, StoreResult
 from rendezvous.store_copies import MAX_PUSHED_BYTES
 from rendezvous.store_parts import PUSH, TAKE_BACK, owner_of
 from rendezvous.store_router import StoreRouter
-from rendezvous.types import Member, MemberKey, StoreReply, View
+from rendezvous.types import STORE_ANSWER_S, Member, MemberKey, StoreReply, View
 
 PLACES = tuple(Member(name, 1, f"127.0.0.1:{7000 + ord(name)}") for name in "abc")
 KEY = next(key for key in map(str, range(1000)) if owner_of(key, PLACES).name == "a")
@@ -141,7 +141,7 @@ def test_change_that_waits_for_a_copy_ends_at_its_deadline_or_with_the_round() -
         change = cluster.ask("a", "set", KEY, b"2", deadline_s=3.0)
         owner = cluster.routers[MemberKey("a", 1)]
         if ends == "deadline":
-            owner.tick(3.0)
+            owner.tick(3.0 + STORE_ANSWER_S)
             assert [reply.timed_out for reply in change] == [True]
         else:
             owner.lose(MemberKey("b", 1))

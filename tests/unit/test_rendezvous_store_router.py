@@ -9,7 +9,7 @@ from typing import Any
 from rendezvous.messages import StoreCall, StoreResult
 from rendezvous.store_parts import owner_of
 from rendezvous.store_router import StoreRouter
-from rendezvous.types import Member, MemberKey, StoreReply, View
+from rendezvous.types import STORE_ANSWER_S, Member, MemberKey, StoreReply, View
 
 
 def member(name: str) -> Member:
@@ -145,10 +145,38 @@ def test_deadline_is_kept_by_the_asking_side_when_the_owner_is_silent() -> None:
     (key,) = keys_owned_by("b", "ab", 1)
     cluster.lose = lambda _: True
     replies = cluster.ask("a", "set", key, b"v", deadline_s=3.0)
-    cluster.tick(2.9)
+    cluster.tick(3.0 + STORE_ANSWER_S - 0.1)
     assert replies == []
-    cluster.tick(3.0)
+    cluster.tick(3.0 + STORE_ANSWER_S)
     assert replies == [StoreReply(False, error=f"b gave no answer about {key!r} in time", timed_out=True)]
+
+
+def test_deadline_that_is_over_cuts_off_only_what_must_wait() -> None:
+    cluster = Cluster("ab")
+    cluster.enter(view_of("ab"))
+    key, changed, missing = keys_owned_by("b", "ab", 3)
+    cluster.ask("b", "set", changed, b"1")
+    later: list[StoreCall | StoreResult] = []
+
+    def keep(message: StoreCall | StoreResult) -> bool:
+        later.append(message)
+        return True
+
+    cluster.lose = keep
+    asked = [("set", key, b"v"), ("get", key), ("add", changed, 1), ("get", missing)]
+    replies = [cluster.ask("a", *question, deadline_s=0.0) for question in asked]
+    cluster.lose = lambda _: False
+    cluster.tick(0.2)
+    assert replies == [[]] * 4
+    for message in later:
+        cluster.routers[member("b").key].receive(member("a").key, message, cluster.now)
+    assert [(reply.value, reply.timed_out) for (reply,) in replies] == [
+        (None, False),
+        (b"v", False),
+        (2, False),
+        (None, True),
+    ]
+    assert replies[3][0].error == f"nobody set {missing!r} in time"
 
 
 def test_one_late_part_fails_the_whole_operation_once() -> None:
