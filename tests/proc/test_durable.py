@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fsspec.registry import register_implementation
 from object_store import ObjectStore
-from test_faults import DEADLINE_S, SMALL, TRAIN, Run, launch_two
+from observed_runs import DEADLINE_S, SMALL, TRAIN, Run, launch_two
 
 from outcome import compare
 from p2pstate.durable.catalog import damaged_files, list_checkpoints

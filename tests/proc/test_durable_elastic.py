@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_faults import DEADLINE_S, launch
+from observed_runs import DEADLINE_S, launch
 
 from p2pstate.data import Shuffled
 from ports import free_ports

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from observed_runs import DEADLINE_S
 from resized import loader_of
-from test_faults import DEADLINE_S
 
 from cluster import Cluster
 

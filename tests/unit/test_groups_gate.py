@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from groups_in_processes import end_all, registry_of, run_ranks, start_ranks
-from torch.distributed import ReduceOp
+from torch.distributed import HashStore, ReduceOp
 
 from p2pstate.errors import Retryable
+from p2pstate.groups import registry as registry_module
 from p2pstate.groups.gate import Ballot, vote
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.status import PeerLost, Status
@@ -127,6 +128,20 @@ def test_registry_group_that_cannot_be_connected_is_an_error_and_echoes() -> Non
     status.loud = True
     with pytest.raises(PeerLost):
         registry.create([0, 1], 0, TIMEOUT)
+
+
+def test_registry_connects_nothing_before_all_members_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """gloo's patience while it connects is short; a rank that still reads its data may come minutes later."""
+    status, begun = Status(), []
+    status.connect(1)
+    registry = Registry(status)
+    registry.world_size = 2
+    registry.make_store = lambda epoch: HashStore()
+    monkeypatch.setattr(registry_module, "build_inner", lambda *args: begun.append(args))
+    status.loud = False  # as inside a training loop
+    registry.create([0, 1], 0, timedelta(milliseconds=10))
+    assert "imeout" in str(status.error)
+    assert not begun
 
 
 def connect_overlapping(_line: Any, rank: int, num_ranks: int, folder: str) -> dict[str, float]:
