@@ -116,6 +116,8 @@ Layout, from the top down (a file imports only what stands above it):
     saving.py               which version goes to disk
     user_errors.py          what an exception in a step means
     loop_exit.py            how a for loop ends
+    block.py                one block, as the user sees it
+    interrupting.py         a discarded step ends early
     hooks.py                what all ranks do between steps
     protection.py           what is captured when, and kept
     resume.py               a checkpoint -> the live state
@@ -123,7 +125,6 @@ Layout, from the top down (a file imports only what stands above it):
     recover_disk.py         a round that resumes a checkpoint
     recover.py              a round -> the same version everywhere
     rounds.py               from one round to the next
-    block.py                one block, as the user sees it
     stepping.py             when optimizers step
     reports.py              what a rank tells of its steps
     loop_end.py             all ranks leave at one step

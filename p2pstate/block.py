@@ -34,6 +34,7 @@ class StepBlock:
         self.voted: Ballot | None = None  # the outcome of the newest vote in this block
         self.finite = True  # this rank's gradients are numbers, as far as it looks
         self.num_gates = 0  # how often an optimizer, or a loss scaler for one, came to a vote
+        self.runs_to_its_end = False  # its user cannot be left in the middle, also when the step is discarded
         self.num_collectives_before = 0  # of all groups, when the first of these votes had passed
 
     def __enter__(self) -> StepBlock:

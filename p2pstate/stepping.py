@@ -30,6 +30,7 @@ from p2pstate.groups.gate import NO_RANK, Ballot, vote
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.groups.uncompiled import uncompiled
+from p2pstate.interrupting import NOT_IN_BACKWARD
 from p2pstate.protection import Protection
 
 __all__ = ["Stepping"]
@@ -37,7 +38,6 @@ __all__ = ["Stepping"]
 NUM_QUIET_BLOCKS = 100  # after so many in a row nothing is expected to follow the first optimizer.step()
 NUM_OPEN_BLOCKS = 1000  # nobody accumulates gradients over so many
 NUM_OPEN_WINDOWS = 10  # nor over so many times as many as before
-NOT_IN_BACKWARD = -1
 
 
 class Stepping:

@@ -33,6 +33,7 @@ from p2pstate.groups.gate import Ballot
 from p2pstate.groups.journal import Recording
 from p2pstate.groups.status import STATUS
 from p2pstate.hooks import Hooks
+from p2pstate.interrupting import Interruption
 from p2pstate.loop_end import LoopEnd
 from p2pstate.loop_exit import LoopIterator, leaves_by_exception, looping_code
 from p2pstate.observe.meter import METER
@@ -78,6 +79,7 @@ class Loop:
         self._models = list(models)
         self._feed = Feed(data, position)
         self._stepping = Stepping(optimizers, protection, vote_timeout_s, on_nan)
+        self._interruption = Interruption(self._models)
         self._rounds = Rounds(context, state, protection, recovery_timeout_s, disk)
         self.protection = protection
         self._end = LoopEnd(
@@ -214,6 +216,8 @@ class Loop:
         STATUS.trace.waits.take()
         METER.step_begins()
         self._stepping.begin(block, rehearsing=self._must_join)
+        if not self._must_join:
+            self._interruption.begin(block)
 
     def leave(self, block: StepBlock, error: BaseException | None) -> bool:
         """The end of a block. True swallows ``error``: the step was discarded."""
@@ -222,6 +226,7 @@ class Loop:
         self._in_block = False
         STATUS.trace.do(Doing.BETWEEN)
         self._stepping.end()
+        self._interruption.end()
         finished = error is None and not self._must_join and self._stepping.finish(block)
         METER.step_ends()
         if isinstance(error, StepSkipped):
@@ -364,6 +369,7 @@ class Loop:
         self.protection.fence()
         num_batches = self._feed.num_batches
         self._feed.drop()
+        self._interruption.mend()
         self._forget_gradients()
         ended_at = self._end.data_ended_at
         committed = 0 if newcomer else self.step

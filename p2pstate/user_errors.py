@@ -17,11 +17,12 @@ from types import TracebackType
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["clear_wrappers", "describe", "signature"]
+__all__ = ["can_be_reset", "clear_wrappers", "describe", "reset", "signature"]
 
+_NEVER_RESET = (DistributedDataParallel, FullyShardedDataParallel)
 _BACKWARD = "_engine_run_backward"  # torch.autograd.graph: every backward pass runs inside of it
 
 
@@ -42,19 +43,34 @@ def clear_wrappers(models: Iterable[nn.Module], error: BaseException) -> bool:
 
     Call it when collectives echo: a wrapper may wait for one that was under way.
     """
-    modules = [module for model in models for module in model.modules()]
-    sharded = [module for module in modules if isinstance(module, FSDPModule)]
-    if any(not hasattr(module, "reset_iter_state") for module in sharded):
+    models = list(models)
+    if any(not hasattr(module, "reset_iter_state") for module in _sharded(models)):
         return False
+    if _in_backward(error) and not can_be_reset(models):
+        return False
+    reset(models)
+    return True
+
+
+def can_be_reset(models: Iterable[nn.Module]) -> bool:
+    """Whether forward and backward can be left anywhere: FSDP2 can be reset, and nothing else keeps a state."""
+    models = list(models)
+    sharded = _sharded(models)
     # Without FSDP2 there may be a DDP around the models that are known here.
-    with_ddp = not sharded or any(isinstance(module, DistributedDataParallel) for module in modules)
-    if with_ddp and _in_backward(error):
-        return False
-    for module in sharded:
+    others = (module for model in models for module in model.modules() if isinstance(module, _NEVER_RESET))
+    return bool(sharded) and all(hasattr(module, "reset_iter_state") for module in sharded) and not any(others)
+
+
+def reset(models: Iterable[nn.Module]) -> None:
+    """FSDP2 as it is before forward. Call it when collectives echo."""
+    for module in _sharded(models):
         state: Any = module._get_fsdp_state()
         if state._is_root:
             module.reset_iter_state()
-    return True
+
+
+def _sharded(models: Iterable[nn.Module]) -> list[Any]:
+    return [module for model in models for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def _in_backward(error: BaseException) -> bool:

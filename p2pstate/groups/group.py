@@ -5,9 +5,9 @@ is well; echoes (see echo.py) in solo mode and after the first error anywhere in
 
 The first collective on tensors of a card, which all members call together, connects NCCL; later rounds do so at once.
 
-Invariants: no method raises into forward or backward because a peer failed; replacing ``inner`` needs nothing from
-whoever holds this object; a coalesced call that was begun is ended, whatever happens in between. The methods are those
-that ``dir(ProcessGroup)`` lists; a test compares.
+Invariants: no method raises into forward or backward because a peer failed, unless ``Status.on_echo`` does; replacing
+``inner`` needs nothing from whoever holds this object; a coalesced call that was begun is ended, whatever happens in
+between. The methods are those that ``dir(ProcessGroup)`` lists; a test compares.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class P2PGroup(ProcessGroup):
         self.card: torch.device | None = None  # whose tensors it has been asked to move
         self.connect_card: Callable[[P2PGroup, torch.device], None] | None = None
         self._coalescing: Inner | None = None
+        self._in_coalescing = False  # torch keeps a list of what is called meanwhile
         self._rank = rank
         self._status = status
         self._group_name: str | None = None
@@ -101,6 +102,11 @@ class P2PGroup(ProcessGroup):
     def detach(self) -> threading.Event | None:
         inner, self.inner = self.inner, None
         return inner.release() if inner is not None else None
+
+    @property
+    def carries_messages(self) -> bool:
+        """Whether it was asked for messages from one rank to another one, as between the stages of a pipeline."""
+        return len(self._rows) > 1
 
     def _between(self, sender: int | None, receiver: int | None) -> Row:
         """The row of messages from one rank of this group to another one, which both ends count alike."""
@@ -144,6 +150,8 @@ class P2PGroup(ProcessGroup):
                 handle = _handle_of(name, card)
                 return handle(work, self._status, inner.epoch, lambda: echoed(self._rank, values), value, on_end)
         self._status.raise_if_loud()
+        if self._status.error is not None and not self._in_coalescing:
+            self._status.on_echo()
         with torch.no_grad():
             value = values[0] if values else None
             if isinstance(self._status.journal, Replay) and self._status.journal.answer(self.key, number, name, value):
@@ -252,12 +260,13 @@ class P2PGroup(ProcessGroup):
         inner = self.inner
         card = device if device.type == "cuda" else None
         self.card = card or self.card
+        self._in_coalescing = True
         if not self._status.echoing and inner is not None and self._reaches(inner, card):
             inner.group._start_coalescing(device)
             self._coalescing = inner
 
     def _end_coalescing(self, device: torch.device) -> Any:
-        inner, self._coalescing = self._coalescing, None
+        inner, self._coalescing, self._in_coalescing = self._coalescing, None, False
         if inner is not None and inner.group is not None:
             try:
                 work = inner.group._end_coalescing(device)

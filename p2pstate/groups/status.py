@@ -35,6 +35,7 @@ class Status:
         self.error: BaseException | None = None
         self.error_at: float | None = None  # monotonic seconds
         self.on_first_error: Callable[[BaseException, int], None] = lambda error, epoch: None
+        self.on_echo: Callable[[], None] = lambda: None  # called by collectives once there is an error; may raise
         self.journal: Recording | Replay | None = None  # of collectives before the loop and in its first steps
         self.trace = Trace()  # the worker gives one that its agent reads
         self._unsettled: set[Callable[[], None]] = set()

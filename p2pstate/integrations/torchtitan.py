@@ -105,7 +105,9 @@ class ReplicatedCheckpointManager(BaseCheckpointManager):
         assert self.replicator is not None
         assert self._turns is not None
         for _ in self._turns:
-            self._block = self.replicator.step().__enter__()
+            block = self.replicator.step()
+            block.runs_to_its_end = True
+            self._block = block.__enter__()
             return
         self._turns = None  # training has ended on all ranks
 
