@@ -4,8 +4,9 @@ In: events in order of time (agent/events.py writes them). Out: seconds by categ
 time from the rank's first process to its newest event, so also where there was no process to measure anything.
 
 Rules for the time without a process: up to the end of the one before it was a step in vain, as long as a usual step,
-and ``recovery.detect``; from then to the next process ``recovery.replace``, and ``waiting`` where an agent said that
-there is no node. Between the end of a run (a verdict, or another run's first view) and the next start no time passes.
+and ``recovery.detect`` (``startup`` where no step of the rank was committed since the run began); from then to the
+next process ``recovery.replace``, and ``waiting`` where an agent said that there is no node.
+Between the end of a run (a verdict, or another run's first view) and the next start no time passes.
 Known limit: clocks of different nodes are taken to agree.
 """
 
@@ -29,6 +30,7 @@ class _Rank:
     open: bool = False  # the time from there on counts
     alive: bool = False  # there is a process,
     heard: bool = False  # which has told what it measured
+    stepped: bool = False  # since the run began
     newest_step: int = 0
     usual_s: float = 0.0  # of a step
 
@@ -131,7 +133,7 @@ class Ledger:
             useful_s = seconds.get("useful", 0.0)
             if step <= rank.newest_step:
                 seconds["repeated"] = seconds.get("repeated", 0.0) + seconds.pop("useful", 0.0)
-            rank.newest_step = max(rank.newest_step, step)
+            rank.stepped, rank.newest_step = True, max(rank.newest_step, step)
             rank.usual_s = 0.9 * rank.usual_s + 0.1 * useful_s if rank.usual_s else useful_s
         for category, value in seconds.items():
             rank.add(category, value)
@@ -141,13 +143,13 @@ class Ledger:
     def _ended(self, rank: _Rank, t: float) -> None:
         """A process ended at ``t`` without a word about its last step."""
         tail_s = max(0.0, t - rank.until)
-        in_vain_s = min(tail_s, rank.usual_s)
+        in_vain_s = min(tail_s, rank.usual_s) if rank.stepped else 0.0
         rank.add("repeated", in_vain_s)
-        rank.add("recovery.detect", tail_s - in_vain_s)
+        rank.add("recovery.detect" if rank.stepped else "startup", tail_s - in_vain_s)
         rank.until = max(t, rank.until)
         rank.alive = False
 
     def _close(self) -> None:
         for rank in self._ranks.values():
-            rank.open = rank.alive = False
+            rank.open = rank.alive = rank.stepped = False
         self._waiting_since = None

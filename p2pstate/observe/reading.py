@@ -1,11 +1,13 @@
 """The events of a run directory, of all nodes and all attempts, in order of time.
 
-In: a directory with ``events-*.jsonl``. Out: events. A line that is cut off (its node died) is passed over.
+In: a directory with ``events-*.jsonl``. Out: events. A line that is cut off (its node died) is passed over. A node's
+own events stay in the order in which it wrote them, whatever its clock did.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +32,16 @@ def read_run(directory: str | Path) -> list[dict[str, Any]]:
     """Raises ValueError with a sentence when the directory holds no events."""
     folder = Path(directory)
     paths = sorted(folder.glob("events-*.jsonl"))
-    events = [event for path in paths for event in read_events(path)]
+    events = [dated for path in paths for dated in _dated(read_events(path))]
     if not events:
         what = "is no directory" if not folder.is_dir() else "holds no events (events-NODE.jsonl)"
         raise ValueError(f"{folder} {what}: give the --run-dir of a run")
-    return sorted(events, key=lambda event: float(event["t"]))
+    return [event for _, event in sorted(events, key=lambda dated: dated[0])]
+
+
+def _dated(events: Iterable[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any]]]:
+    """Each event of one node with its time, or with the one before it where the node's clock was put back since."""
+    newest = 0.0
+    for event in events:
+        newest = max(newest, float(event["t"]))
+        yield newest, event

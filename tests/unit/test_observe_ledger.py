@@ -48,6 +48,15 @@ def test_ledger_divides_the_time_of_a_dead_process_and_the_gap_after_it() -> Non
     assert seconds_of(events) == expected
 
 
+def test_ledger_books_processes_that_die_before_a_step_as_start_up_also_after_a_night() -> None:
+    failed = [started(0), clock(2, startup=2), event(3, "worker_exited", rank=0, pid=1), started(4, pid=2)]
+    killed = [event(6, "worker_exited", rank=0, pid=2)]
+    assert seconds_of([*failed, *killed]) == {"startup": 5, "recovery.replace": 1}
+    night = [event(10, "view", nonce="a"), started(10), step(12, 1, useful=2), event(13, "verdict", scope="run")]
+    morning = [event(90, "view", nonce="b"), started(90), event(95, "worker_exited", rank=0, pid=1)]
+    assert seconds_of([*night, *morning]) == {"useful": 2, "startup": 5}
+
+
 def test_ledger_takes_the_abort_for_the_end_of_a_process_whose_node_is_gone() -> None:
     events = [
         *(started(0), step(1, 1, useful=1)),
@@ -121,6 +130,15 @@ def test_reading_merges_nodes_in_order_of_time(tmp_path: Path) -> None:
     for name, times in (("n0", (1.0, 3.0)), ("n1", (2.0,))):
         (tmp_path / f"events-{name}.jsonl").write_text("".join(json.dumps(started(t)) + "\n" for t in times))
     assert [found["t"] for found in read_run(tmp_path)] == [1.0, 2.0, 3.0]
+
+
+def test_reading_keeps_a_nodes_order_when_its_clock_is_put_back(tmp_path: Path) -> None:
+    events = [started(100), step(103, 1, startup=2, useful=1), step(54, 2, useful=1), step(55, 3, useful=1)]
+    (tmp_path / "events-n0.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
+    (tmp_path / "events-n1.jsonl").write_text(json.dumps(event(102, "agent_started")) + "\n")
+    read = read_run(tmp_path)
+    assert [each for each in read if each["event"] != "agent_started"] == events
+    assert seconds_of(read) == {"startup": 2, "useful": 3}
 
 
 def test_reading_a_folder_without_events_says_so(tmp_path: Path) -> None:
