@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import array
 import contextlib
+import errno
 import os
 import socket
 import struct
@@ -23,13 +24,14 @@ from typing import Any
 
 import msgpack
 
-__all__ = ["MAX_FRAME_BYTES", "Channel", "ChannelClosed", "Message", "is_of_this_user"]
+__all__ = ["MAX_FRAME_BYTES", "NO_DESCRIPTOR", "Channel", "ChannelClosed", "Message", "is_of_this_user"]
 
 Message = dict[str, Any]
 
 MAX_FRAME_BYTES = 64 << 20
 MAX_QUEUED_BYTES = 16 << 20
 MAX_FDS = 16
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)  # a process, or the host, has as many open files as it may have
 RECEIVE_BYTES = 1 << 16
 _HEAD = struct.Struct("<IB")
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid

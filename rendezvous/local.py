@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from rendezvous.channel import Channel, ChannelClosed, Message, is_of_this_user
+from rendezvous.channel import NO_DESCRIPTOR, Channel, ChannelClosed, Message, is_of_this_user
 from rendezvous.node import Node
 
 _FLUSH_INTERVAL_S = 0.02
@@ -38,7 +38,7 @@ class LocalServer:
         self._listener.bind("\0" + self.address)
         self._listener.listen(1024)
         self._listener.setblocking(False)
-        node.add_reader(self._listener.fileno(), self._accept)
+        self._listen()
 
     def adopt(self, channel: Channel) -> None:
         """Serve a channel that exists already."""
@@ -76,10 +76,24 @@ class LocalServer:
                 sock, _ = self._listener.accept()
             except BlockingIOError:
                 return
+            except OSError as error:
+                if error.errno not in NO_DESCRIPTOR:
+                    raise
+                self._pause()
+                return
             if not is_of_this_user(sock):
                 sock.close()
                 continue
             self.adopt(Channel(sock, blocking=False))
+
+    def _pause(self) -> None:
+        """No descriptor is free: look again when there may be one, and not all the time."""
+        self._node.remove_reader(self._listener.fileno())
+        self._node.call_later(_FLUSH_INTERVAL_S, self._listen)
+
+    def _listen(self) -> None:
+        if self._listener.fileno() >= 0:
+            self._node.add_reader(self._listener.fileno(), self._accept)
 
     def _read(self, channel: Channel) -> None:
         try:

@@ -7,6 +7,8 @@ Invariants: all sockets belong to the thread that polls; queues, message size, h
 key every connection is encrypted and only clients with the derived key are let in; without one, only loopback is bound
 unless the caller insists. A ZeroMQ socket's descriptor speaks up only after somebody found the socket empty, so every
 socket is looked at before it is watched, and always read until nothing is left.
+A flood of connections can take every descriptor the process may have: what needs one then fails like a lost frame and
+is tried again later, and connections that exist go on.
 Limits: at most once, no acknowledgement; a frame may be lost when a connection breaks or a queue is full (counted).
 """
 
@@ -24,6 +26,7 @@ from dataclasses import dataclass
 import zmq
 import zmq.utils.z85
 
+from rendezvous.channel import NO_DESCRIPTOR
 from rendezvous.config import Config, split_endpoint
 from rendezvous.discovery import bind_address, own_address
 from rendezvous.keys import HOW_TO_MAKE_ONE, derive_keys
@@ -58,6 +61,7 @@ class Counters:
     """Frames that went nowhere, by cause."""
 
     queue_full: int = 0
+    no_descriptor: int = 0
     unauthorised: int = 0
 
 
@@ -161,10 +165,18 @@ class ZmqTransport:
     # -- sending ----------------------------------------------------------------------------------------------------
 
     def send(self, address: str, frame: bytes) -> bool:
-        peer = self._peers.get(address) or self._connect(address)
+        peer = self._peers.get(address)
         if peer is None:
-            self.counters.queue_full += 1
-            return False
+            if len(self._peers) >= MAX_PEERS:
+                self.counters.queue_full += 1
+                return False
+            try:
+                peer = self._connect(address)
+            except zmq.ZMQError as error:
+                if error.errno not in NO_DESCRIPTOR:
+                    raise
+                self.counters.no_descriptor += 1
+                return False
         try:
             peer.socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
@@ -172,11 +184,22 @@ class ZmqTransport:
             return False
         return True
 
-    def _connect(self, address: str) -> _Peer | None:
-        if len(self._peers) >= MAX_PEERS:
-            return None
+    def _connect(self, address: str) -> _Peer:
         split_address(address)
         dealer = self._context.socket(zmq.DEALER)
+        try:
+            monitor = self._prepare(dealer)
+        except BaseException:
+            dealer.close(0)
+            raise
+        self._monitors[self._watch_socket(monitor)] = address
+        dealer.connect(f"tcp://{address}")
+        peer = _Peer(dealer, monitor)
+        self._peers[address] = peer
+        return peer
+
+    def _prepare(self, dealer: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+        """Set a dealer up. -> what tells of its connection."""
         dealer.set(zmq.LINGER, 0)
         dealer.set(zmq.SNDHWM, SEND_QUEUE)
         dealer.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
@@ -188,12 +211,7 @@ class ZmqTransport:
             dealer.set(zmq.CURVE_SERVERKEY, zmq.curve_public(self._keys.server_secret))
             dealer.set(zmq.CURVE_SECRETKEY, self._keys.client_secret)
             dealer.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(self._keys.client_secret))
-        monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._monitors[self._watch_socket(monitor)] = address
-        dealer.connect(f"tcp://{address}")
-        peer = _Peer(dealer, monitor)
-        self._peers[address] = peer
-        return peer
+        return dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
 
     def forget(self, address: str) -> None:
         peer = self._peers.pop(address, None)
@@ -212,7 +230,13 @@ class ZmqTransport:
 
     def dial(self, address: str, timeout_s: float) -> None:
         host, port = split_address(address)
-        probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+        except OSError as error:
+            if error.errno not in NO_DESCRIPTOR:
+                raise
+            self._dialed.append((address, False))
+            return
         probe.setblocking(False)
         code = probe.connect_ex((host, port))
         if code == errno.EINPROGRESS:

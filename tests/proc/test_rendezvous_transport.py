@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -244,6 +245,25 @@ def test_forgotten_peer_leaves_nothing_behind(opened: Callable[..., ZmqTransport
         assert time.monotonic() < until_s, "descriptors of forgotten peers stay open"
         client.poll(0.01)
         server.poll(0.01)
+
+
+def test_process_without_a_free_descriptor_loses_frames_and_goes_on(opened: Callable[..., ZmqTransport]) -> None:
+    one, other, third = opened(key=KEY), opened(key=KEY), opened(key=KEY)
+    one.send(other.address, b"connected")
+    poll_until(other, lambda found: found.frames)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        assert not one.send(third.address, b"lost")
+        one.dial(third.address, 1.0)
+        assert poll_until(one, lambda found: found.dialed).dialed == [(third.address, False)]
+        assert one.send(other.address, b"still")
+        assert poll_until(other, lambda found: found.frames).frames == [b"still"]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert one.counters.no_descriptor == 1
+    assert one.send(third.address, b"again")
+    assert poll_until(third, lambda found: found.frames).frames == [b"again"]
 
 
 def test_watched_descriptor_is_reported_until_it_is_unwatched(opened: Callable[..., ZmqTransport]) -> None:
