@@ -131,6 +131,34 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="rack=NAME and zone=NAME: what fails together; copies go to other racks and zones (may be repeated)",
     )
+    _add_limits(node)
+    node.add_argument(
+        "--rehearse",
+        type=int,
+        default=0,
+        metavar="N",
+        help="keep, for each of the node's first N ranks, a spare that has built its model and rehearsed already; each "
+        "takes the memory of a rank, also on its card",
+    )
+    node.add_argument(
+        "--hang-floor",
+        type=float,
+        default=DEFAULT_FLOOR_S,
+        metavar="S",
+        help="a worker others wait for is replaced when nothing has happened in it for so long, and for ten times what "
+        "its steps take; 0: never",
+    )
+    _add_views(node)
+    node.add_argument("--chaos", action="store_true", help="let p2pstate chaos inject faults into this node")
+    node.add_argument("--quiet", action="store_true", help="workers' output and events go to --run-dir only")
+    parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
+    parser.add_argument("script", help="the training script")
+    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
+    return parser
+
+
+def _add_limits(node: argparse._ArgumentGroup) -> None:
+    """How often and for how long something may go wrong before this node gives up."""
     node.add_argument("--max-restarts", type=int, default=1000, metavar="N", help="workers replaced before giving up")
     node.add_argument(
         "--max-tries-per-step", type=int, default=20, metavar="N", help="end a run that fails so often at one step"
@@ -149,22 +177,10 @@ def _parser() -> argparse.ArgumentParser:
         "--join-timeout", type=float, default=600.0, metavar="S", help="wait for the first view this long"
     )
     node.add_argument("--spare-wait", type=float, default=600.0, metavar="S", help="wait for a missing node this long")
-    node.add_argument(
-        "--rehearse",
-        type=int,
-        default=0,
-        metavar="N",
-        help="keep, for each of the node's first N ranks, a spare that has built its model and rehearsed already; each "
-        "takes the memory of a rank, also on its card",
-    )
-    node.add_argument(
-        "--hang-floor",
-        type=float,
-        default=DEFAULT_FLOOR_S,
-        metavar="S",
-        help="a worker others wait for is replaced when nothing has happened in it for so long, and for ten times what "
-        "its steps take; 0: never",
-    )
+
+
+def _add_views(node: argparse._ArgumentGroup) -> None:
+    """Where this node shows what it knows."""
     node.add_argument(
         "--health-file",
         metavar="FILE",
@@ -183,12 +199,6 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="send OpenTelemetry spans of failures by OTLP, to where the OTEL_* variables say (p2pstate[otel])",
     )
-    node.add_argument("--chaos", action="store_true", help="let p2pstate chaos inject faults into this node")
-    node.add_argument("--quiet", action="store_true", help="workers' output and events go to --run-dir only")
-    parser.add_argument("-m", "--module", action="store_true", help="the script is a module name, as in python -m")
-    parser.add_argument("script", help="the training script")
-    parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
-    return parser
 
 
 def _configure(options: argparse.Namespace) -> tuple[Config, Job]:

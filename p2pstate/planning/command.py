@@ -42,41 +42,51 @@ def add_commands(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    _add_cluster(plan, default)
+    _add_failures(plan, default)
+    _add_job(plan, default)
+    _add_disk(plan, default)
+    _add_memory(plan, default)
+    _add_output(plan)
+    plan.set_defaults(run=run_command)
 
-    def add(group: Any, option: str, parse: Callable[[str], Any], metavar: str, text: str, **more: Any) -> None:
-        group.add_argument(option, type=_argument(parse), metavar=metavar, help=text, **more)
 
+def _add_cluster(plan: argparse.ArgumentParser, default: Inputs) -> None:
+    """What there is, and what it costs."""
     cluster = plan.add_argument_group("the cluster")
-    add(cluster, "--gpus", _whole, "N", "GPUs in the job", required=True)
-    add(cluster, "--gpus-per-node", _whole, "N", f"(default: {default.gpus_per_node})")
-    add(cluster, "--price", float, "DOLLARS", f"of a node, per hour (default: {default.price_per_node_hour})")
-    add(cluster, "--spares", _whole, "N", "spare nodes (default: as many as are needed)")
-    add(
+    _add(cluster, "--gpus", _whole, "N", "GPUs in the job", required=True)
+    _add(cluster, "--gpus-per-node", _whole, "N", f"(default: {default.gpus_per_node})")
+    _add(cluster, "--price", float, "DOLLARS", f"of a node, per hour (default: {default.price_per_node_hour})")
+    _add(cluster, "--spares", _whole, "N", "spare nodes (default: as many as are needed)")
+    _add(
         cluster, "--repair-time", _hours, "H", f"until a lost node is back (default: {duration_text(default.repair_s)})"
     )
-    add(cluster, "--rack-nodes", _whole, "N", f"nodes that a rack's failure takes (default: {default.rack_nodes})")
-    add(cluster, "--host-memory", units.parse_bytes, "BYTES", "of a node, that copies may use (default: not checked)")
+    _add(cluster, "--rack-nodes", _whole, "N", f"nodes that a rack's failure takes (default: {default.rack_nodes})")
+    _add(cluster, "--host-memory", units.parse_bytes, "BYTES", "of a node, that copies may use (default: not checked)")
 
+
+def _add_failures(plan: argparse.ArgumentParser, default: Inputs) -> None:
+    """How often something fails, and how much at once."""
     failures = plan.add_argument_group("failures (one of the first four)")
     rate = failures.add_mutually_exclusive_group(required=True)
-    add(rate, "--mtbf", _hours, "H", "mean time between failures of one GPU, in hours")
-    add(rate, "--yearly-rate", units.parse_share, "PART", "of GPUs that fail in a year, such as 1%%")
-    add(rate, "--failure-every", _hours, "H", "a measured interval between failures of a whole job, in hours")
+    _add(rate, "--mtbf", _hours, "H", "mean time between failures of one GPU, in hours")
+    _add(rate, "--yearly-rate", units.parse_share, "PART", "of GPUs that fail in a year, such as 1%%")
+    _add(rate, "--failure-every", _hours, "H", "a measured interval between failures of a whole job, in hours")
     rate.add_argument(
         "--run-dir",
         metavar="DIR",
         help="of a run: the rate of its failures, and what else it has measured",
     )
-    add(
+    _add(
         failures,
         "--measured-gpus",
         _whole,
         "N",
         "GPUs of the job that --failure-every was measured on (default: --gpus)",
     )
-    add(failures, "--rack-share", units.parse_share, "PART", f"take a whole rack (default: {default.rack_share:g})")
-    add(failures, "--node-share", units.parse_share, "PART", f"take a node's memory (default: {default.node_share:g})")
-    add(
+    _add(failures, "--rack-share", units.parse_share, "PART", f"take a whole rack (default: {default.rack_share:g})")
+    _add(failures, "--node-share", units.parse_share, "PART", f"take a node's memory (default: {default.node_share:g})")
+    _add(
         failures,
         "--within",
         _hours,
@@ -85,12 +95,18 @@ def add_commands(commands: Any) -> None:
         action="append",
     )
 
-    job = plan.add_argument_group("the job")
-    add(job, "--params", units.parse_count, "N", f"parameters (default: {default.num_params / 1e9:g}B)")
-    add(job, "--bytes-per-param", float, "BYTES", f"of training state (default: {default.bytes_per_param:g})")
-    add(job, "--state-bytes", units.parse_bytes, "BYTES", "of training state, measured, of the whole job")
-    add(job, "--step-time", _seconds, "S", f"(default: {duration_text(default.step_s)})")
 
+def _add_job(plan: argparse.ArgumentParser, default: Inputs) -> None:
+    """What is trained."""
+    job = plan.add_argument_group("the job")
+    _add(job, "--params", units.parse_count, "N", f"parameters (default: {default.num_params / 1e9:g}B)")
+    _add(job, "--bytes-per-param", float, "BYTES", f"of training state (default: {default.bytes_per_param:g})")
+    _add(job, "--state-bytes", units.parse_bytes, "BYTES", "of training state, measured, of the whole job")
+    _add(job, "--step-time", _seconds, "S", f"(default: {duration_text(default.step_s)})")
+
+
+def _add_disk(plan: argparse.ArgumentParser, default: Inputs) -> None:
+    """What checkpointing costs."""
     disk = plan.add_argument_group("checkpoints")
     disk.add_argument(
         "--storage",
@@ -98,30 +114,33 @@ def add_commands(commands: Any) -> None:
         help="; ".join(f"{name}: {bytes_text(each.write_bytes_per_s)}/s per node" for name, each in STORAGE.items())
         + f" (default: {default.storage})",
     )
-    add(disk, "--save-time", _minutes, "MIN", "measured, of a synchronous save (default: from --storage)")
-    add(disk, "--load-time", _minutes, "MIN", "measured (default: from --storage)")
-    add(disk, "--interval", _minutes, "MIN", "of work between two checkpoints (default: Daly's optimum)")
-    add(disk, "--restart-time", _minutes, "MIN", f"without reading (default: {duration_text(default.restart_s)})")
-    add(disk, "--snapshot-rate", units.parse_bytes, "BYTES", "per second and node, from cards to host memory")
+    _add(disk, "--save-time", _minutes, "MIN", "measured, of a synchronous save (default: from --storage)")
+    _add(disk, "--load-time", _minutes, "MIN", "measured (default: from --storage)")
+    _add(disk, "--interval", _minutes, "MIN", "of work between two checkpoints (default: Daly's optimum)")
+    _add(disk, "--restart-time", _minutes, "MIN", f"without reading (default: {duration_text(default.restart_s)})")
+    _add(disk, "--snapshot-rate", units.parse_bytes, "BYTES", "per second and node, from cards to host memory")
 
+
+def _add_memory(plan: argparse.ArgumentParser, default: Inputs) -> None:
+    """What copies cost, and how soon they are back."""
     memory = plan.add_argument_group("copies in other nodes' memory")
-    add(memory, "--copies", _whole, "N", f"on other nodes (default: {default.copies})")
-    add(memory, "--overhead", units.parse_share, "PART", f"of a step, exposed (default: {default.overhead:g})")
-    add(
+    _add(memory, "--copies", _whole, "N", f"on other nodes (default: {default.copies})")
+    _add(memory, "--overhead", units.parse_share, "PART", f"of a step, exposed (default: {default.overhead:g})")
+    _add(
         memory,
         "--link",
         units.parse_bytes,
         "BYTES",
         f"per second, that copies may use of a node's network (default: {bytes_text(default.link_bytes_per_s)})",
     )
-    add(
+    _add(
         memory,
         "--process-recovery",
         _seconds,
         "S",
         f"from the own node's memory (default: {duration_text(default.vault_recovery_s)})",
     )
-    add(
+    _add(
         memory,
         "--node-recovery",
         _seconds,
@@ -129,11 +148,17 @@ def add_commands(commands: Any) -> None:
         f"from another node's memory, without the transfer (default: {duration_text(default.buddy_recovery_s)})",
     )
 
+
+def _add_output(plan: argparse.ArgumentParser) -> None:
+    """What comes out."""
     output = plan.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
     output.add_argument("--plot", metavar="FILE", help="also draw a picture: .png, .svg or .pdf (needs matplotlib)")
-    add(output, "--seed", _whole, "N", "of the simulation (default: 0)", default=0)
-    plan.set_defaults(run=run_command)
+    _add(output, "--seed", _whole, "N", "of the simulation (default: 0)", default=0)
+
+
+def _add(group: Any, option: str, parse: Callable[[str], Any], metavar: str, text: str, **more: Any) -> None:
+    group.add_argument(option, type=_argument(parse), metavar=metavar, help=text, **more)
 
 
 _FIELDS = {  # option -> field of Inputs

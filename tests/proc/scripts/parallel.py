@@ -24,36 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 import p2pstate
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "bench" / "programs"))
 
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
+from overhead_model import Block, Data
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-class Data:
-    """Batches that depend on the position only (and on which ranks are to see the same)."""
-
-    def __init__(self, seed: int, width: int) -> None:
-        self.seed, self.width, self.position = seed, width, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.position = state["position"]
-
-    def __iter__(self):
-        while True:
-            self.position += 1
-            generator = torch.Generator().manual_seed(1000 * self.position + self.seed)
-            yield torch.randn(4, self.width, generator=generator)
-
+BATCH = 4
 
 # -- the forms: the wrapped model, and which data a rank sees
 
@@ -167,7 +142,7 @@ def main() -> None:
     rank = dist.get_rank()
     model, seed = build(form, rank)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    data = Data(seed, width_of(form))
+    data = Data(seed, BATCH, width_of(form))
     settings = {name: json.loads(value) for name, _, value in (text.partition("=") for text in sys.argv[5:])}
     state = p2pstate.Replicator(model, optimizer, data=data, **settings)
 

@@ -23,7 +23,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "unit"))
 
-from parallel import Data, build, die_once, width_of
+from parallel import BATCH, Data, build, die_once, width_of
 from state_zoo import Codes, bits
 
 import p2pstate
@@ -149,7 +149,7 @@ class Job:
         self.body, seed = build(form, self.rank)
         width = width_of(form)
         self.odd = Odd(self.rank, width)
-        self.data = Data(seed, width)
+        self.data = Data(seed, BATCH, width)
         self.by_hand = list(self.odd.parameters()) + (list(self.body.parameters()) if form == "plain" else [])
         self.alike = "tp" in form  # ranks of one tensor see the same data, so nothing may be drawn for it
         self.for_body = torch.optim.AdamW(self.body.parameters(), lr=1e-2)
