@@ -181,10 +181,11 @@ def _ranks(ranks: Any) -> str:
         step = "" if rank["step"] is None else str(rank["step"])
         protected = "nothing yet" if rank["protected"] is None else f"step {rank['protected']}"
         copies = ", ".join(rank["keepers"])
-        cells = (str(rank["rank"]), DOING.get(rank["phase"], rank["phase"]), step, protected, copies)
-        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>")
+        cells = (str(rank["rank"]), DOING.get(rank["phase"], rank["phase"]), step, protected)
+        named = f'<td class="copies" title="{escape(copies, quote=True)}">{escape(copies)}</td>'
+        rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + named + "</tr>")
     head = "".join(f"<th>{name}</th>" for name in ("rank", "state", "step", "protected", "copy on"))
-    return f"<table><tr>{head}</tr>{''.join(rows)}</table>"
+    return f'<table class="ranks"><tr>{head}</tr>{"".join(rows)}</table>'
 
 
 def _failure(incident: Mapping[str, Any], run: Mapping[str, Any]) -> str:
