@@ -25,6 +25,7 @@ fences.py          who is gone by the word of somebody outside
 decisions.py       what is decided, as far as this node knows
 core.py            all of it as step(event, now) -> effects
 discovery.py       where contacts come from
+open_files.py      as many as a group's size needs
 transport.py       the network as one small interface
 zmq_transport.py   the real one
 cut_transport.py   one that can be silenced for a while

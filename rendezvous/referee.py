@@ -79,22 +79,27 @@ class Referee:
             self._check(wrong is None, f"epoch {view.epoch} {wrong}")
 
     def check_converged(self, live: Sequence[SimulatedNode]) -> None:
-        """After a long calm: if the newest view known can still decide, it holds exactly the live members; all know
-        it.
-        """
+        """After a long calm nothing keeps the living apart."""
+        apart = self.what_is_apart(live)
+        self._check(apart is None, str(apart))
+
+    def what_is_apart(self, live: Sequence[SimulatedNode]) -> str | None:
+        """If the newest view known can still decide, it holds exactly the live members; all know it. Else why not."""
         for node in live:
-            self._check(node.member.key not in self.vouched, f"{node.member.key} is in, although it was assumed dead")
+            if node.member.key in self.vouched:
+                return f"{node.member.key} is in, although it was assumed dead"
         newest = max((n.core.newest for n in live if n.core.newest), key=lambda view: view.epoch, default=None)
         if newest is None:
-            return
+            return None
         num_voters = sum(node.member.key in newest.keys for node in live)
         num_nodes = sum(node.member.role is Role.NODE for node in live)
         if num_voters == 0 or 2 * num_voters < len(newest.members) or num_nodes < self._num_places[0]:
-            return
-        keys = [node.member.key for node in live]
-        self._check(newest.keys == set(keys), f"the newest view holds {sorted(newest.keys)}, but {sorted(keys)} live")
-        for node in live:
-            self._check(node.core.view == newest, f"{node.member.key} does not know epoch {newest.epoch}")
+            return None
+        keys = {node.member.key for node in live}
+        if newest.keys != keys:
+            return f"the newest view holds {sorted(newest.keys)}, but {sorted(keys)} live"
+        ignorant = [node.member.key for node in live if node.core.view != newest]
+        return f"{ignorant[0]} does not know epoch {newest.epoch}" if ignorant else None
 
     def _check(self, holds: bool, what: str) -> None:
         if not holds:

@@ -81,6 +81,9 @@ class Simulation:
     def run_until(self, until_s: float) -> None:
         self._network.run_until(until_s)
 
+    def has_converged(self) -> bool:
+        return self._referee.what_is_apart(self.live()) is None
+
     def check_converged(self) -> None:
         self._referee.check_converged(self.live())
 

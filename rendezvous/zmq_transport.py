@@ -30,6 +30,7 @@ from rendezvous.channel import NO_DESCRIPTOR
 from rendezvous.config import Config, split_endpoint
 from rendezvous.discovery import bind_address, own_address
 from rendezvous.keys import HOW_TO_MAKE_ONE, derive_keys
+from rendezvous.open_files import allow_open_files
 from rendezvous.transport import Incoming
 from rendezvous.types import RendezvousError, split_address
 from rendezvous.wire import MAX_MESSAGE_BYTES
@@ -91,6 +92,7 @@ class ZmqTransport:
 
     def __init__(self, config: Config) -> None:
         check_exposure(config)
+        allow_open_files(config.max_size)
         self.counters = Counters()
         self._keys = derive_keys(config.key, config.run_id) if config.key is not None else None
         self._peers: dict[str, _Peer] = {}
