@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from rendezvous.config import check_contact, split_endpoint
+from rendezvous.interfaces import only_host
 from rendezvous.types import RendezvousError, address_from, join_address, split_address
 
 _MAX_FILES = 4096
@@ -170,8 +171,8 @@ def _outgoing_host(contacts: Sequence[str], *, only_v4: bool) -> str:
     Who listens at 0.0.0.0 is not reached over IPv6, who listens at [::] over both.
 
     A host that is its own first contact learns nothing from it (its own name may well mean 127.0.1.1 here), so
-    contacts on other hosts are asked first, then the host's own name, and at last the default route. A run whose
-    contacts are loopback by their name stays on loopback.
+    contacts on other hosts are asked first, then the host's own name, and at last the default route and the
+    interfaces. A run whose contacts are loopback by their name stays on loopback.
     """
 
     def usable(addresses: list[str]) -> list[str]:
@@ -197,7 +198,7 @@ def _outgoing_host(contacts: Sequence[str], *, only_v4: bool) -> str:
             return found
     if read and not addresses:
         problems.append("0.0.0.0 is reached over IPv4 only and the contacts over IPv6 only: bind [::]")
-    elif host := _default_route_host(only_v4=only_v4):
+    elif host := _default_route_host(only_v4=only_v4) or only_host(only_v4=only_v4):
         return host
     raise RendezvousError(
         "bind names every interface, and no address was found under which other hosts reach this one "

@@ -1,7 +1,7 @@
-"""Addresses of this host's network interfaces, by their names.
+"""Addresses of this host's network interfaces.
 
-Flows in: an interface's name. Flows out: one of its addresses, as an IP literal. Limits: IPv6 link-local addresses are
-left out, because they mean nothing without a scope.
+Flows in: an interface's name. Flows out: one of its addresses, or the host's only one, as an IP literal.
+Limits: IPv6 link-local addresses are left out, because they mean nothing without a scope.
 """
 
 from __future__ import annotations
@@ -25,6 +25,19 @@ def interface_host(name: str, *, v6: bool = False) -> str:
     if not found[first] + found[second]:
         raise ValueError(f"the network interface {name!r} has no address that others can use")
     return (found[first] + found[second])[0]
+
+
+def only_host(*, only_v4: bool) -> str:
+    """The one address that this host has beside loopback, IPv4 if it has such; empty if it has none or several."""
+    import psutil
+
+    for family in (socket.AF_INET,) if only_v4 else (socket.AF_INET, socket.AF_INET6):
+        entries = [entry for entries in psutil.net_if_addrs().values() for entry in entries if entry.family == family]
+        found = [entry.address for entry in entries if _is_global(entry.address)]
+        found = [address for address in found if not ipaddress.ip_address(address).is_loopback]
+        if found:
+            return found[0] if len(found) == 1 else ""
+    return ""
 
 
 def _is_global(address: str) -> bool:

@@ -8,9 +8,10 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from rendezvous import discovery
+from rendezvous import discovery, interfaces
 from rendezvous.discovery import (
     ContactReader,
     bind_address,
@@ -53,6 +54,12 @@ def fake_resolver(monkeypatch: pytest.MonkeyPatch, table: dict[str, list[str]]) 
         return [(family, socket.SOCK_STREAM, 6, "", (address, port)) for address, family in families.items()]
 
     monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+def hide_interfaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but names and contacts tells this host's address."""
+    monkeypatch.setattr(discovery, "_default_route_host", lambda *, only_v4: "")
+    monkeypatch.setattr(discovery, "only_host", lambda *, only_v4: "")
 
 
 def test_name_with_many_records_gives_all_of_them_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,7 +133,7 @@ def test_bind_to_every_interface_uses_the_address_towards_a_contact() -> None:
 
 def test_own_name_that_does_not_resolve_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_resolver(monkeypatch, {})
-    monkeypatch.setattr(discovery, "_default_route_host", lambda *, only_v4: "")
+    hide_interfaces(monkeypatch)
     with pytest.raises(RendezvousError, match="Give an IP address with bind or advertise"):
         own_address("nowhere:0", None, 4711, [])
     with pytest.raises(RendezvousError, match="Give one with advertise"):
@@ -190,6 +197,15 @@ def test_agent_does_not_hide_on_loopback_from_contacts_that_name_nobody_yet(
     for contacts in (["late:7001"], [f"dir:{tmp_path}"], ["127.0.0.1:7001", "late:7001"]):
         assert local_binds(contacts)[-1] == "0.0.0.0:0"
     assert own_address("0.0.0.0:0", None, 4711, ["late:7001"]) == "10.0.0.5:4711"
+    hide_interfaces(monkeypatch)
+    entry = psutil.net_if_addrs()["lo"][0]._replace(family=socket.AF_INET, address="10.0.0.6")
+    table = {"lo": [entry._replace(address="127.0.0.1")], "eth0": [entry]}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: table)
+    monkeypatch.setattr(discovery, "only_host", interfaces.only_host)
+    assert own_address("0.0.0.0:0", None, 4711, ["late:7001"]) == "10.0.0.6:4711"
+    table["eth1"] = [entry._replace(address="10.1.0.6")]
+    with pytest.raises(RendezvousError, match="Give one with advertise"):
+        own_address("0.0.0.0:0", None, 4711, ["late:7001"])
 
 
 @pytest.mark.parametrize(
@@ -243,7 +259,7 @@ def test_own_address_is_one_that_the_bound_socket_answers_at(monkeypatch: pytest
 
 def test_own_name_that_means_loopback_here_stands_for_every_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(discovery, "resolve", lambda host, port: [f"127.0.1.1:{port}"])
-    monkeypatch.setattr(discovery, "_default_route_host", lambda *, only_v4: "")
+    hide_interfaces(monkeypatch)
     assert local_binds(["node1:7001"]) == ["0.0.0.0:7001", "0.0.0.0:0"]
     with pytest.raises(RendezvousError, match="only loopback addresses"):
         own_address("0.0.0.0:0", None, 7001, ["node1:7001"])
