@@ -19,6 +19,7 @@ from rendezvous.types import Role, join_address
 
 PRESETS: dict[str, tuple[float, float]] = {"default": (0.5, 5.0), "local": (0.15, 1.8)}
 _ENV_PREFIX = "P2PSTATE_"
+_KINDS = {"dir": "dir:/path, with an absolute path", "slurm": "slurm:PORT"}  # of contacts that are no addresses
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,4 +263,6 @@ def check_contact(contact: str) -> None:
         return
     if kind == "slurm" and colon and rest.isascii() and rest.isdigit() and 0 < int(rest) < 65536:
         return
+    if colon and kind in _KINDS and not rest.isdigit():
+        raise ValueError(f"contact {contact!r} is not of the form {_KINDS[kind]}")
     split_endpoint(contact, "contact")

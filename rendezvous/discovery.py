@@ -30,7 +30,10 @@ _EVERYWHERE = ("0.0.0.0", "::", "*")
 def resolve(host: str, port: int) -> list[str]:
     """Every address of `host`; OSError if it has none."""
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    return list(dict.fromkeys(join_address(str(entry[4][0]), port) for entry in found if "%" not in str(entry[4][0])))
+    hosts = [str(entry[4][0]) for entry in found if "%" not in str(entry[4][0])]
+    if not hosts:
+        raise OSError("only link-local addresses, which mean nothing on other hosts")
+    return list(dict.fromkeys(join_address(host, port) for host in hosts))
 
 
 def read_contacts(contacts: Sequence[str], env: Mapping[str, str] | None = None) -> tuple[list[str], list[str]]:

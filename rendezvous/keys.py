@@ -32,6 +32,8 @@ def read_key_file(path: str) -> bytes:
     """The secret in `path`. OSError if it cannot be read; ValueError if everybody can, or it holds none."""
     if not os.path.exists(path):
         raise FileNotFoundError(f"there is no key file {path}; {HOW_TO_MAKE_ONE}")
+    if os.path.isdir(path):
+        raise IsADirectoryError(f"the key file {path} is a directory: name the file in it")
     with open(path, encoding="ascii", errors="replace") as file:
         mode = os.fstat(file.fileno()).st_mode
         if stat.S_ISREG(mode) and mode & 0o007:

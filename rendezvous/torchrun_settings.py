@@ -122,5 +122,5 @@ def _number(given: Mapping[str, Any], name: str, default: Any, kind: type[Any]) 
     except ValueError:
         raise ValueError(f"--rdzv-conf {name}={given[name]}: not a number") from None
     if not 0 <= number < 1e9:
-        raise ValueError(f"--rdzv-conf {name}={given[name]}: must not be negative")
+        raise ValueError(f"--rdzv-conf {name}={given[name]}: must be at least 0, and below 1e9")
     return number

@@ -74,11 +74,11 @@ def test_name_with_many_records_gives_all_of_them_once(monkeypatch: pytest.Monke
 def test_contact_that_does_not_resolve_is_a_sentence_and_does_not_stop_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    fake_resolver(monkeypatch, {"good": ["10.0.0.1"]})
-    addresses, problems = read_contacts(["bad:1", "good:2"])
+    fake_resolver(monkeypatch, {"good": ["10.0.0.1"], "near": ["fe80::1%eth0"]})
+    addresses, problems = read_contacts(["bad:1", "good:2", "near:3"])
     assert addresses == ["10.0.0.1:2"]
-    assert len(problems) == 1
     assert problems[0].startswith("bad:1: ")
+    assert problems[1:] == ["near:3: only link-local addresses, which mean nothing on other hosts"]
 
 
 def test_slurm_contact_reads_the_node_list_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
