@@ -84,6 +84,8 @@ class Saves:
         self._longest_s: float | None = None  # of all saves that came to their end
         self._told: Version | None = None  # the newest save whose end was reported here
         self._told_late: Version | None = None
+        self._told_problem = ""
+        self._first_name = ""  # of all saves of this run that were begun here
         self._on_end: Callable[[Version, str, str], None] | None = None
         self._outlives_rounds = False
         self.began_at = 0.0  # the newest session, monotonic seconds
@@ -222,7 +224,7 @@ class Saves:
                     self._tell(action)
                 case Begin():
                     assert self._session is not None
-                    self._command("begin", lambda reply: self._session_of(reply).begun(reply["name"]), step=self._step)
+                    self._command("begin", self._begun, step=self._step)
                 case Write():
                     self._write(action)
                 case Publish():
@@ -300,9 +302,10 @@ class Saves:
     def _step(self) -> int:
         return self._session.version.step if self._session is not None else -1
 
-    def _session_of(self, reply: Message) -> Session:
+    def _begun(self, reply: Message) -> list[Action]:
         assert self._session is not None
-        return self._session
+        self._first_name = self._first_name or reply["name"]
+        return self._session.begun(reply["name"])
 
     def _write(self, action: Write) -> None:
         session = self._session
@@ -334,8 +337,10 @@ class Saves:
         assert target is not None
 
         def published(reply: Message) -> list[Action]:
-            if reply["problem"]:
-                self._events.emit("retention_failed", reply["problem"], problem=reply["problem"])
+            problem, told = reply["problem"], self._told_problem
+            self._told_problem = problem
+            if problem and problem != told:
+                self._events.emit("retention_failed", problem, problem=problem)
             return session.published(reply["num_bytes"])
 
         self._command(
@@ -348,6 +353,7 @@ class Saves:
             world_size=len(session.home),
             reason=self._reason,
             keep=target.keep,
+            first=self._first_name,
         )
 
     def _command(self, kind: str, then: Callable[[Message], list[Action]], **fields: Any) -> None:

@@ -19,6 +19,7 @@ from p2pstate.durable.manifest import MANIFEST, METADATA, Damaged, Manifest
 from p2pstate.durable.storage import Storage
 
 __all__ = ["Found", "damaged_files", "delete", "find", "list_checkpoints", "next_name", "to_delete"]
+__all__ += ["written_by_others"]
 
 _NAME = re.compile(r"(\d{6,})-step(\d+)")
 
@@ -118,12 +119,25 @@ def next_name(storage: Storage, step: int) -> str:
     return f"{max(serials, default=0) + 1:06d}-step{step}"
 
 
-def to_delete(existing: Sequence[Found], keep: int) -> list[Found]:
+def written_by_others(existing: Iterable[Found], run: tuple[str, str], first: str) -> list[Found]:
+    """Complete saves that other runs have made since ``run`` made its first one, which is called ``first``."""
+    since = int(first.partition("-")[0])
+    return [
+        found
+        for found in existing
+        if found.serial >= since and found.manifest is not None and found.manifest.run != run
+    ]
+
+
+def to_delete(existing: Sequence[Found], keep: int, run: tuple[str, str], first: str) -> list[Found]:
     """Once the newest complete one has been published: older ones beyond ``keep``, and older saves that are nothing.
 
     ``existing``: the newest first. What is damaged is kept while fewer than ``keep`` complete ones exist: a person may
-    still get something out of it.
+    still get something out of it. Where other runs write as well, only what is known to be of ``run`` may go (see
+    :func:`written_by_others`).
     """
+    if written_by_others(existing, run, first):
+        existing = [found for found in existing if found.manifest is not None and found.manifest.run == run]
     complete = [found for found in existing if not found.problem]
     if not complete:
         return []

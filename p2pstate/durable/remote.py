@@ -86,6 +86,8 @@ class RemoteStorage:
     # -- writing
 
     def begin(self, save: str) -> None:
+        if self._list(save):
+            raise FileExistsError(f"{self._url}/{save} has just been begun by somebody else")
         with self._errors():
             self._fs.makedirs(self._path_of(save), exist_ok=True)  # object storage has no folders, and does nothing
 

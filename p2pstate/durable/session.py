@@ -112,7 +112,9 @@ class Session:
             return []
         if now >= self.deadline:
             waiting = {
-                State.GATHERING: "for the nodes' inventories, or the order to write",
+                State.GATHERING: "for storage to take a new save"
+                if self._beginning
+                else "for the nodes' inventories, or the order to write",
                 State.WRITING: "for storage to take what was written",
                 State.WRITTEN: "for the checkpoint to be completed",
             }

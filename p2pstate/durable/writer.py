@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from p2pstate.durable.catalog import delete, list_checkpoints, next_name, to_delete
+from p2pstate.durable.catalog import delete, list_checkpoints, next_name, to_delete, written_by_others
 from p2pstate.durable.dcp_write import SaveFailed, publish_checkpoint, write_shares
 from p2pstate.durable.division import Share
 from p2pstate.durable.remote import open_storage
@@ -116,16 +116,25 @@ class _Writer:
         world_size: int,
         reason: str,
         keep: int,
+        first: str,
     ) -> dict[str, Any]:
+        """``first``: the name of the first save that this node has led in this run."""
         storage = self._storage(where)
-        parts = dict(digests)
         run_id, nonce = run
+        us = run_id, nonce
         manifest = publish_checkpoint(
-            storage, name, parts, (run_id, nonce), Version(*version), world_size, time.time(), reason
+            storage, name, dict(digests), us, Version(*version), world_size, time.time(), reason
         )
         deleted, problem = [], ""
         try:
-            for found in to_delete(list_checkpoints(storage), keep):
+            existing = list_checkpoints(storage)
+            for other in written_by_others(existing, us, first)[:1]:
+                assert other.manifest is not None
+                problem = (
+                    f"another run ({other.manifest.run[0]}) writes to {storage.where} as well: only saves of this "
+                    "run are deleted, and the newest of all is what either resumes. Give each run a place of its own"
+                )
+            for found in to_delete(existing, keep, us, first):
                 delete(found)
                 deleted.append(found.name)
         except OSError as error:  # the new one is good all the same

@@ -16,6 +16,7 @@ from p2pstate.planning.units import DAY_S
 __all__ = ["STORAGE", "Inputs", "Storage"]
 
 MAX_NODES = 100_000
+LEAST, MOST = 1e-9, 1e21  # of any value: beyond them arithmetic ends before sense does
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +76,8 @@ class Inputs:
             if not math.isfinite(value) or value < 0 or (value == 0 and field.name not in zero_too):
                 least = "zero or more" if field.name in zero_too else "more than zero"
                 raise ValueError(f"{field.name} is {value:g}: it has to be {least}")
+            if value and not LEAST <= value <= MOST:
+                raise ValueError(f"{field.name} is {value:g}: it has to be from {LEAST:g} to {MOST:g}")
         for name in ("node_share", "rack_share"):
             if getattr(self, name) > 1:
                 raise ValueError(f"{name} is {getattr(self, name):g}: it is a part of all failures, from 0 to 1")

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +159,9 @@ def test_newest_is_what_was_saved_last_whatever_its_step(root: Path) -> None:
     assert found.choice.step == 15
 
 
-def names(root: Path, keep: int) -> list[str]:
-    return [found.name for found in to_delete(list_checkpoints(Directory(root)), keep)]
+def names(root: Path, keep: int, first: str = "000001-step10") -> list[str]:
+    """``first``: the first save of the run that deletes."""
+    return [found.name for found in to_delete(list_checkpoints(Directory(root)), keep, ("run", "nonce"), first)]
 
 
 def test_retention_keeps_the_newest_complete_ones(root: Path) -> None:
@@ -176,6 +178,16 @@ def test_retention_never_counts_what_is_not_complete(root: Path) -> None:
     assert names(root, 1) == [], "the last good one"
     (root / "000001-step10" / METADATA).unlink()
     assert names(root, 1) == []
+
+
+def test_retention_leaves_alone_what_another_run_writes_at_the_same_time(root: Path) -> None:
+    path = root / "000002-step20" / MANIFEST
+    path.write_bytes(replace(Manifest.unpack(path.read_bytes()), run=("other", "nonce")).pack())
+    (root / "000002-step21").mkdir()  # theirs or ours, under way or given up: nobody knows
+    assert names(root, 1) == ["000001-step10"]
+    assert names(root, 1, first="000003-step30") == ["000002-step21", "000002-step20", "000001-step10"], (
+        "it was before us"
+    )
 
 
 def test_retention_removes_older_interrupted_saves_and_no_newer_one(root: Path) -> None:

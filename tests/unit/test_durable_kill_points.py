@@ -104,7 +104,13 @@ def save(site: Site, root: str, version: Version, patch: pytest.MonkeyPatch, poi
             return False
         lines = os.read(read_end, 1 << 16).decode().split()
         digests = [[int(at), digest] for at, digest in (line.split(":") for line in lines)]
-        what = {"run": ["run", "nonce"], "version": list(version), "world_size": len(PLACES), "reason": "test"}
+        what = {
+            "run": ["run", "nonce"],
+            "version": list(version),
+            "world_size": len(PLACES),
+            "reason": "test",
+            "first": name,
+        }
         return step(
             0,
             lambda: own.publish(serial=2, where=[root, ""], name=name, digests=digests, keep=KEEP, **what) and "",

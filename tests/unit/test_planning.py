@@ -199,6 +199,8 @@ def test_plan_of_more_spares_never_waits() -> None:
         ({"node_share": 1.5}, "node_share is 1.5"),
         ({"storage": "tape"}, "fsx"),
         ({"num_gpus": 10_000_000}, "planned for"),
+        ({"bytes_per_param": 1e300}, "bytes_per_param is 1e"),
+        ({"step_s": 1e-300}, "step_s is 1e-300"),
         ({"price_per_node_hour": math.nan}, "price_per_node_hour"),
     ],
 )
