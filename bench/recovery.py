@@ -28,6 +28,7 @@ sys.path[:0] = [str(HERE / "programs"), str(HERE.parent), str(HERE.parent / "exa
 from recovery_allocation import Allocation, Run, fits, take_part  # noqa: E402
 from recovery_scenarios import (  # noqa: E402
     NUM_NODES,
+    PEERS,
     SCENARIOS,
     Incident,
     Scenario,
@@ -47,8 +48,8 @@ PARAMETERS_PER_LAYER_AND_SQUARE = 12  # of a transformer: 4 w^2 for attention, 8
 
 
 def sizes_of(args: argparse.Namespace) -> Sizes:
-    num_parameters = args.parameters or (300_000 if args.quick else 25_000_000)
-    width = max(32, round((num_parameters / (PARAMETERS_PER_LAYER_AND_SQUARE * NUM_LAYERS)) ** 0.5 / 8) * 8)
+    wanted = args.parameters or (300_000 if args.quick else 25_000_000)
+    width = max(32, round((wanted / (PARAMETERS_PER_LAYER_AND_SQUARE * NUM_LAYERS)) ** 0.5 / 8) * 8)
     program = (str(Path(args.script).resolve()), *args.script_args) if args.script else ()
     return Sizes(args.ranks, NUM_LAYERS, width, context=64, batch=2, program=program)
 
@@ -75,7 +76,27 @@ def chosen(args: argparse.Namespace) -> list[Scenario]:
     if refused is not None and "ours_node_silent" in names:
         print(f"left out: ours_node_silent: {refused}")
         names = [name for name in names if name != "ours_node_silent"]
-    return [scenario for scenario in SCENARIOS if scenario.name in names and scenario.is_installed]
+    scenarios = [scenario for scenario in SCENARIOS if scenario.name in names]
+    for missing in [scenario for scenario in scenarios if not scenario.is_installed]:
+        print(f"left out: {missing.name}: {PEERS[missing.launcher]} is not installed (extra bench-peers)")
+        scenarios.remove(missing)
+    return scenarios
+
+
+def num_parameters(sizes: Sizes) -> int:
+    return NUM_LAYERS * PARAMETERS_PER_LAYER_AND_SQUARE * sizes.width**2
+
+
+def described(sizes: Sizes, num_kills: int) -> str:
+    """What is measured, and the settings that are nobody's defaults."""
+    what = " ".join(sizes.program) or f"{num_parameters(sizes) / 1e6:.1f} M parameters, FSDP2"
+    lines = [f"{sizes.num_ranks} ranks on {NUM_NODES} nodes; {what}; {num_kills} kills of each kind"]
+    lines.append("everywhere OMP_NUM_THREADS=1; every torchrun --max-restarts 1000 --monitor-interval 0.1")
+    lines.append(
+        "torchrun_p2p: last_call_timeout=0.5, preset local; torchrun's c10d: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    )
+    lines.append(f"{os.cpu_count()} cores; load before: {load_average():.1f}")
+    return "\n".join(lines)
 
 
 def ratio(result: dict[str, Any], name: str) -> float | None:
@@ -138,6 +159,7 @@ def main() -> int:
     try:
         scenarios = chosen(args)
         num_kills = args.kills or (1 if args.quick else 5)
+        print(described(sizes, num_kills), flush=True)
         if allocation is not None:
             scenarios = [scenario for scenario in scenarios if fits(scenario, allocation, sizes.num_ranks)]
             if allocation.index > 0:
@@ -178,7 +200,7 @@ def main() -> int:
         shutil.rmtree(folder, ignore_errors=True)
     result["ranks"] = sizes.num_ranks
     if not args.script:
-        result["parameters"] = NUM_LAYERS * PARAMETERS_PER_LAYER_AND_SQUARE * sizes.width**2
+        result["parameters"] = num_parameters(sizes)
     result["load_average"] = load_average()
     print(json.dumps(result))
     return 1 if failed else 0

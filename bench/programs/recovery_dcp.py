@@ -3,8 +3,6 @@
 In: the same arguments. Out: events of the same form as a p2prun run's, so that one timeline measures both.
 """
 
-import argparse
-import json
 import os
 import random
 import shutil
@@ -20,6 +18,7 @@ import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from recovery_events import Events, arguments
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from text_data import StdlibText, TextLoader
@@ -27,22 +26,6 @@ from train_gpt import build_model, build_optimizer
 
 SAVE_EVERY = 10
 NUM_KEPT = 2
-
-
-class Events:
-    """Appended to by every process that has been this rank."""
-
-    def __init__(self, folder: Path, rank: int) -> None:
-        self._path = folder / f"events-rank{rank}.jsonl"
-        self._rank = rank
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        steps = [json.loads(line) for line in lines if '"step"' in line]
-        self.newest_step = max((event["step"] for event in steps if event["event"] == "step"), default=0)
-        self._file = self._path.open("a")
-
-    def emit(self, event: str, *, t: float | None = None, **fields: Any) -> None:
-        line = {"t": t or time.time(), "node": "node", "event": event, "rank": self._rank, **fields}
-        print(json.dumps(line), file=self._file, flush=True)
 
 
 class Checkpoints:
@@ -94,7 +77,7 @@ class Checkpoints:
 def main() -> None:
     phases = {"import": time.time() - psutil.Process().create_time()}
     began = time.monotonic()
-    args = arguments()
+    args = arguments(__doc__)
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     events = Events(args.events, rank)
@@ -131,18 +114,6 @@ def main() -> None:
             checkpoints.save(step)
         seconds = time.monotonic() - began
         events.emit("step", step=step, seconds=seconds, protected=None, loss=loss.item())
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--events", type=Path, required=True, help="folder for the events")
-    for name in ("num-layers", "width", "context", "batch"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    parser.set_defaults(ddp=False, batch_norm=False)
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ NUM_NODES = 2
 POLL_S = 0.01
 SILENCE_S = 180.0  # a run in which nothing happens for so long has failed
 STEPS_BEFORE_KILL = 6
+PEERS = {"nvrx": "nvidia_resiliency_ext", "torchft": "torchft"}  # by launcher: the package that it needs
 
 
 class ScenarioFailed(Exception):
@@ -58,9 +59,9 @@ class Sizes:
 @dataclass(frozen=True, slots=True)
 class Scenario:
     """``launcher``: p2prun, torchrun (with our backend), torchrun-preloaded (whose workers are forked with torch
-    imported), dcp (torchrun's c10d and DCP), dcp-preloaded or nvrx (NVRx's ft_launcher and DCP). ``victim``: worker,
-    rehearsed (a worker that a rehearsed process replaces), buddy (a worker whose own node's copy is damaged as well),
-    node, or silent (a node without a network)."""
+    imported), dcp (torchrun's c10d and DCP), dcp-preloaded, nvrx (NVRx's ft_launcher and DCP) or torchft (a torchrun
+    per rank, each a replica group). ``victim``: worker, rehearsed (a worker that a rehearsed process replaces), buddy
+    (a worker whose own node's copy is damaged as well), node, or silent (a node without a network)."""
 
     name: str
     launcher: str
@@ -78,7 +79,8 @@ class Scenario:
 
     @property
     def is_installed(self) -> bool:
-        return self.launcher != "nvrx" or importlib.util.find_spec("nvidia_resiliency_ext") is not None
+        needed = PEERS.get(self.launcher)
+        return needed is None or importlib.util.find_spec(needed) is not None
 
     @property
     def num_spares(self) -> int:
@@ -96,6 +98,7 @@ SCENARIOS = (
     Scenario("torchrun_dcp", "dcp", "worker", "a worker; torchrun with c10d and dcp.async_save every 10 steps"),
     Scenario("torchrun_dcp_preloaded", "dcp-preloaded", "worker", "the same, workers forked with torch imported"),
     Scenario("nvrx_launcher", "nvrx", "worker", "the same with NVRx's ft_launcher in place of torchrun"),
+    Scenario("torchft", "torchft", "worker", "torchft; one of as many replica groups as ranks, timeout 5 s"),
 )
 
 
@@ -140,6 +143,28 @@ class TorchrunCluster(Cluster):
         return [sys.executable, *program, *options]
 
 
+class TorchftCluster(Cluster):
+    """A torchrun per rank, whose worker is a replica group of torchft's; the lighthouse is here."""
+
+    def __init__(self, folder: Path, script: Sequence[str], sizes: Sizes) -> None:
+        os.environ.setdefault("RUST_LOG", "error")  # it tells of every quorum
+        coordination = importlib.import_module("torchft.coordination")
+        num_groups = sizes.num_ranks
+        self._lighthouse = coordination.LighthouseServer(bind="127.0.0.1:0", min_replicas=num_groups - 1)
+        environ = {"OMP_NUM_THREADS": "1", "TORCHFT_LIGHTHOUSE": self._lighthouse.address()}
+        script = [*script, "--num-replicas", str(num_groups)]
+        super().__init__(folder, script, num_training=num_groups, num_spares=0, num_workers=1, environ=environ)
+
+    def _command(self, name: str, address: str, contacts: Sequence[str]) -> list[str]:
+        options = ["--nnodes", "1", "--nproc-per-node", "1", "--max-restarts", "1000", "--monitor-interval", "0.1"]
+        options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", address, "--rdzv-id", name]
+        return [sys.executable, "-m", "torch.distributed.run", *options]
+
+    def stop(self) -> None:
+        super().stop()
+        self._lighthouse.shutdown()
+
+
 def stand_in_command(folder: Path) -> Path:
     """The command p2pstate-python, as an installation of this interpreter's environment has it."""
     command = folder / stand_in.NAME
@@ -152,6 +177,9 @@ def start(scenario: Scenario, sizes: Sizes, folder: Path, seed: int) -> Cluster:
     out = folder / "out"
     out.mkdir(parents=True)
     common = ["--steps", "1000000", "--seed", str(seed), "--out", str(out), *sizes.arguments()]
+    if scenario.launcher == "torchft":
+        script = [str(HERE / "recovery_torchft.py"), *common, "--events", str(folder / "run")]
+        return TorchftCluster(folder / "run", script, sizes)
     if not scenario.runs_any_script:
         script = [str(HERE / "recovery_dcp.py"), *common, "--events", str(folder / "run")]
         return TorchrunCluster(folder / "run", script, scenario, sizes)

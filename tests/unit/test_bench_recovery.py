@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -29,6 +31,22 @@ def test_summary_tells_median_worst_and_the_phases_of_all() -> None:
     assert (found["steps_lost"], found["kills"], found["source"]) == (1, 3, "buddy, own vault")
     assert found["phases"] == {"detect": 0.2, "pull": 0.2}
     assert recovery.ratio({"torchrun_dcp": {"median_s": 10.0}, "ours_cold": found}, "ours_cold") == 5.0
+
+
+def test_peers_that_are_not_installed_are_left_out_by_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    args = argparse.Namespace(only=["ours_warm", "nvrx_launcher", "torchft"], script=None, quick=False)
+    assert [scenario.name for scenario in recovery.chosen(args)] == ["ours_warm"]
+    assert "left out: torchft: torchft is not installed (extra bench-peers)" in capsys.readouterr().out
+
+
+def test_settings_that_are_nobodys_defaults_are_told() -> None:
+    sizes = recovery.sizes_of(argparse.Namespace(parameters=None, quick=False, script=None, ranks=4))
+    told = recovery.described(sizes, 5)
+    assert "4 ranks on 2 nodes; 25.2 M parameters, FSDP2; 5 kills of each kind" in told
+    assert "--monitor-interval 0.1" in told
 
 
 def test_seconds_count_until_all_ranks_are_beyond_the_step_before_the_kill() -> None:
