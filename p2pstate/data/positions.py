@@ -95,6 +95,7 @@ class Replayed:
         self._iterator: Iterator[Any] | None = None
         self._drawn: Position = (0, 0)
         self._begins: tuple[int, dict[str, Any]] | None = None  # an epoch, and the streams it began with
+        self._is_given = False  # they came with a position: its epoch begins with them, not with those of now
 
     def task(self, position: Position) -> tuple[Read, Position] | None:
         epoch, number = position
@@ -128,7 +129,9 @@ class Replayed:
     def state(self, position: Position) -> dict[str, Any]:
         epoch, number = position
         streams = self._begins[1] if self._begins is not None and self._begins[0] == epoch else None
-        return {"epoch": epoch, "batches": number, "streams": streams}
+        # An epoch that is not begun will draw from the generators as they are now.
+        generators = [each.get_state() for each in self._generators()] if streams is None else None
+        return {"epoch": epoch, "batches": number, "streams": streams, "generators": generators}
 
     def position_of(self, state: dict[str, Any]) -> Position:
         if "batches" not in state:
@@ -137,12 +140,16 @@ class Replayed:
                 f"{type(self._sampler).__name__}, which cannot begin there: use p2pstate.data.Sampler"
             )
         self._iterator = None
-        self._begins = (state["epoch"], state["streams"]) if state["streams"] is not None else None
+        self._is_given = state["streams"] is not None
+        self._begins = (state["epoch"], state["streams"]) if self._is_given else None
+        for generator, saved in zip(self._generators(), state.get("generators") or (), strict=False):
+            generator.set_state(saved)
         return state["epoch"], state["batches"]
 
     def _go_to(self, position: Position) -> None:
         epoch, number = position
-        if self._begins is not None and self._begins[0] == epoch and number > 0:
+        is_given, self._is_given = self._is_given, False
+        if self._begins is not None and self._begins[0] == epoch and (number > 0 or is_given):
             with kept():
                 self._set(self._begins[1])
                 self._iterator = iter(self._sampler)
