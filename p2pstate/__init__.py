@@ -92,6 +92,7 @@ Layout, from the top down (a file imports only what stands above it):
     footprint.py            how much of the live state is unique
     description.py          pure: what is protected, where, and what the loss of a node does
     live_body.py            bytes that are sent from live state
+    sampling.py             whether what should be alike is, at once
     replicas.py             whether what should be alike is
     repairing.py            what differs from most, put right
     capture.py              live state -> own slots

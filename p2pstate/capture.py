@@ -27,7 +27,8 @@ from p2pstate.cards.gather import Gatherer
 from p2pstate.groups.transport import Body
 from p2pstate.live_body import LiveBody
 from p2pstate.redundancy import divide, is_held_elsewhere
-from p2pstate.slots import Header, Slot, capacity_for
+from p2pstate.sampling import Sample
+from p2pstate.slots import Header, Slot, capacity_for, part_name
 from p2pstate.state import Collected, Layout, Leaf
 from p2pstate.state.chunks import chunks_of
 from p2pstate.state.decoding import unsqueezed
@@ -36,15 +37,16 @@ from p2pstate.types import Part, Version
 from p2pstate.versions import next_slot
 from p2pstate.worker.link import Link
 
-__all__ = ["Capturer", "Image", "SlotPair", "open_image", "read_image"]
+__all__ = ["Capturer", "Image", "SlotPair", "is_image_of", "open_image", "read_image"]
 
-_FOOTER = struct.Struct("<Q")
+# epoch, step, name of the part, where the tail begins: what an image is of lies under its digest
+_FOOTER = struct.Struct("<qq16sQ")
 
 
 @dataclass(frozen=True, slots=True)
 class Image:
     """One part of one version in a slot: all bytes in place. Without a slot it is ``live``. ``digest``: where it is
-    known already."""
+    known already. ``balance``: of an own part, see sampling.py."""
 
     part: Part
     slot: Slot | None
@@ -54,6 +56,7 @@ class Image:
     num_shared_sets: int
     live: LiveBody | None = None
     digest: bytes | None = None
+    balance: int = 0
 
     @property
     def body(self) -> Body:
@@ -67,7 +70,8 @@ class Image:
         return self.data_bytes + self.tail_bytes
 
     def header(self, digest: bytes) -> Header:
-        return Header(self.version, self.data_bytes, self.tail_bytes, digest, self.num_shared_sets)
+        sizes = self.data_bytes, self.tail_bytes
+        return Header(self.version, *sizes, digest, self.num_shared_sets, self.balance)
 
 
 class SlotPair:
@@ -173,10 +177,12 @@ class Capturer:
         expected_bytes: tuple[int, int] = (0, 0),
         gatherer: Gatherer | None = None,
         on_map: Callable[[Slot], None] = lambda slot: None,
+        sampled: bool = True,
     ) -> None:
         """``reserve``: slots can be set aside (see SlotPair). ``expected_bytes``: once all state exists, of what only
         this rank has, and of its piece of what others have as well. ``gatherer``: for the leaves on a card, which it
-        reads once it is started; what :meth:`capture` returns is filled when that says so."""
+        reads once it is started; what :meth:`capture` returns is filled when that says so. ``sampled``: look whether
+        what others have as well is still alike."""
         self._link = link
         self._gatherer = gatherer
         self._on_map = on_map
@@ -187,6 +193,8 @@ class Capturer:
         self._pairs: dict[Part, SlotPair] = {}
         self._layouts: dict[Part, _KnownLayout] = {}
         self._plan: _Plan | None = None
+        self._sampled = sampled
+        self.balance = 0  # of the version captured last
 
     def retain(self, parts: Collection[Part]) -> None:
         """Forget the memory of all other parts: the vault is about to let it go."""
@@ -209,11 +217,13 @@ class Capturer:
         if self._gatherer is not None:
             self._gatherer.begin()
         plan = self._plan_for(collected.leaves)
+        self.balance = plan.sample.balance()
         mine = Part.own(self._rank)
         if num_readers:
-            known, tail = self._image(mine, plan.own, collected)
+            known, tail = self._image(mine, plan.own, collected, version)
             live = LiveBody(known.layout, plan.own, tail, num_readers)
-            images = [Image(mine, None, version, known.layout.num_bytes, len(tail), len(plan.shared), live)]
+            sizes = known.layout.num_bytes, len(tail)
+            images = [Image(mine, None, version, *sizes, len(plan.shared), live, balance=self.balance)]
         else:
             images = [self._write(mine, plan.own, collected, version, keep, len(plan.shared))]
         images += [self._write(part, leaves, collected, version, keep, 0) for part, leaves in plan.shared]
@@ -246,7 +256,7 @@ class Capturer:
             pair = self._pairs[part] = SlotPair(
                 self._link, part, reserve=self._reserve, expected_bytes=expected, on_map=self._on_map
             )
-        known, tail = self._image(part, leaves, collected)
+        known, tail = self._image(part, leaves, collected, version)
         data_bytes = known.layout.num_bytes
         needed = data_bytes + len(tail)
         slot = pair.target(needed, keep)
@@ -266,14 +276,17 @@ class Capturer:
         if hasher is not None:
             hasher.update(tail)
             digest = hasher.digest()
-        return Image(part, slot, version, data_bytes, len(tail), num_shared_sets, digest=digest)
+        balance = self.balance if part.kind == "own" else 0
+        return Image(part, slot, version, data_bytes, len(tail), num_shared_sets, digest=digest, balance=balance)
 
-    def _image(self, part: Part, leaves: list[Leaf], collected: Collected) -> tuple[_KnownLayout, bytes]:
+    def _image(
+        self, part: Part, leaves: list[Leaf], collected: Collected, version: Version
+    ) -> tuple[_KnownLayout, bytes]:
         """Where the data goes, and the tail."""
         known = self._layout_for(part, leaves, collected.tied)
         values = collected.values if part.kind == "own" else b""
-        end = msgpack.packb(values, use_bin_type=True) + _FOOTER.pack(known.layout.num_bytes)
-        return known, known.tail_begin + end
+        footer = _FOOTER.pack(*version, known.name, known.layout.num_bytes)
+        return known, known.tail_begin + msgpack.packb(values, use_bin_type=True) + footer
 
     def _layout_for(self, part: Part, leaves: list[Leaf], tied: Mapping[str, str]) -> _KnownLayout:
         """The layout of the last version while it fits: its views into the slots are reused."""
@@ -285,7 +298,8 @@ class Capturer:
                 layout = Layout.build(leaves)
                 begin = _tail_begin(layout, leaves, tied)
             sources = [leaf.tensor for leaf in leaves]
-            known = self._layouts[part] = _KnownLayout(leaves, sources, layout, _divisions(leaves), begin)
+            known = _KnownLayout(part_name(part), leaves, sources, layout, _divisions(leaves), begin)
+            self._layouts[part] = known
         return known
 
     def _plan_for(self, leaves: list[Leaf]) -> _Plan:
@@ -300,7 +314,8 @@ class Capturer:
                 else:
                     own.append(leaf)
             pieces = [self._piece(members, alike) for members, alike in sorted(shared.items())]
-            plan = self._plan = _Plan(leaves, own, pieces)
+            sample = Sample(self._rank, shared if self._sampled else {})
+            plan = self._plan = _Plan(leaves, own, pieces, sample)
         return plan
 
     def _piece(self, members: tuple[int, ...], leaves: list[Leaf]) -> tuple[Part, list[Leaf]]:
@@ -318,12 +333,14 @@ class _Plan:
     leaves: list[Leaf]
     own: list[Leaf]
     shared: list[tuple[Part, list[Leaf]]]
+    sample: Sample
 
 
 @dataclass(slots=True)
 class _KnownLayout:
     """``leaves`` and their tensors, ``sources``, fit the layout. ``tail_begin``: all of a tail before the values."""
 
+    name: bytes
     leaves: list[Leaf]
     sources: list[torch.Tensor]
     layout: Layout
@@ -368,16 +385,28 @@ def read_image(body: torch.Tensor) -> tuple[dict[str, torch.Tensor], bytes]:
     return layout.read(body[: layout.num_bytes]), tail["values"]
 
 
+def is_image_of(body: torch.Tensor, version: Version, part: Part) -> bool:
+    """Whether these bytes were captured as this part of this version; see :func:`open_image`."""
+    epoch, step, name, _ = _footer(body)
+    return (epoch, step, name) == (*version, part_name(part))
+
+
+def _footer(body: torch.Tensor) -> tuple[int, int, bytes, int]:
+    if body.numel() < _FOOTER.size:
+        raise ValueError(f"not an image: {body.numel()} bytes")
+    return _FOOTER.unpack(bytes(body[body.numel() - _FOOTER.size :].numpy()))
+
+
 def open_image(body: torch.Tensor) -> tuple[Layout, dict[str, Any]]:
     """Where the leaves lie in ``body``, and what else an image says.
 
     That is: ``chunks`` (see state/chunks.py), ``tied`` (further names of leaves), ``values``.
 
-    ``body``: 1-D uint8, exactly the bytes of one image: data, tail, and eight bytes that say where the tail begins.
+    ``body``: 1-D uint8, exactly the bytes of one image: data, tail, and a footer that says where the tail begins.
     Raises ValueError when it is not an image.
     """
     num_bytes = body.numel()
-    (data_bytes,) = _FOOTER.unpack(bytes(body[num_bytes - _FOOTER.size :].numpy()))
+    *_, data_bytes = _footer(body)
     if not 0 <= data_bytes <= num_bytes - _FOOTER.size:
         raise ValueError(f"not an image: its tail would begin at {data_bytes} of {num_bytes} bytes")
     raw = bytes(body[data_bytes : num_bytes - _FOOTER.size].numpy())

@@ -5,8 +5,8 @@ were resumed before. Out: a :class:`Plan` (the version, and for every rank where
 :class:`StartOver` or :class:`StateLost`. Each carries a sentence that says why.
 
 Invariants: the version of a plan is whole (every shard has a complete copy on a live node that was not found corrupt,
-and, of every set of leaves that ranks share, some live node has all pieces); it is the newest such version; a version
-that an earlier round decided to go back behind is never used again.
+and, of every set of leaves that ranks share, some live node has all pieces, and the ranks were alike in them); it is
+the newest such version; a version that an earlier round decided to go back behind is never used again.
 """
 
 from __future__ import annotations
@@ -209,6 +209,8 @@ def _why_not_whole(info: RoundInfo, copies: _Copies) -> str:
             return f"no live node has shard {rank}"
         if num_sets[rank] < copies.own[rank][-1].num_shared_sets:
             return f"no live node has all of what rank {rank} shares with others"
+    if sum(copies.own[rank][-1].balance for rank in range(info.world_size)):
+        return "ranks differ in what they were to hold alike"
     return ""
 
 

@@ -77,6 +77,7 @@ class Protection:
             expected_bytes=context.sizes,
             gatherer=None if self._on_card is None else self._on_card.gatherer,
             on_map=self._on_map,
+            sampled=settings.verify_replicas == 0,
         )
         self._shipper = self._make_shipper()
         adapting = settings.every == "auto"
@@ -123,6 +124,11 @@ class Protection:
         """For the ballot. With ``verify_replicas`` what differs is corruption, and others look for it."""
         return self._shipper.alike or self.settings.verify_replicas > 0
 
+    @property
+    def balance(self) -> int:
+        """For the ballot: of the version captured last."""
+        return 0 if self._course.captured is None else self._capturer.balance
+
     def save_vote(self, step: int) -> int:
         """For the ballot on ``step``: see saving.py."""
         return NOT_DUE if self._saving is None else self._saving.vote(step)
@@ -139,11 +145,8 @@ class Protection:
 
     def committed(self, step: int, voted: Ballot) -> None:
         """``step`` is committed; decide, as all ranks do, whether its state becomes a version."""
-        if not voted.alike:
-            self.replicas.reconfirm()
-            self._shipper.alike = True
         before = self._course
-        self._course = self._after(step, voted)
+        self._advance(step, voted)
         if self._course.every != before.every:
             self._adapted(step, before.every)
         if self._saving is not None:
@@ -154,9 +157,19 @@ class Protection:
             self._tell_needs()
         self.stats.num_skipped += max(0, self._course.num_skipped_in_a_row - before.num_skipped_in_a_row)
 
-    def _after(self, step: int, voted: Ballot) -> Course:
-        complete = Version(voted.protected_epoch, voted.protected_step)
-        return self._course.committed(step, complete, -voted.neg_need / 1000)
+    def _advance(self, step: int, voted: Ballot) -> None:
+        complete, captured = Version(voted.protected_epoch, voted.protected_step), self._course.captured
+        alike = bool(voted.alike) and voted.balance == 0
+        self._course = self._course.committed(step, complete, -voted.neg_need / 1000, alike=alike)
+        if captured is not None and self._course.captured is None:
+            self._give_up(captured)
+
+    def _give_up(self, version: Version) -> None:
+        """Ranks have begun to train apart: of the next version they ship what differs."""
+        self.replicas.reconfirm()
+        self._shipper.alike = True
+        if self._saving is not None:
+            self._saving.gave_up(version)
 
     def _adapted(self, step: int, before: int) -> None:
         """The interval is another one from now on: all ranks know, one tells."""
@@ -300,8 +313,10 @@ class Protection:
         version = Version(epoch, step)
         if self._saving is None:
             return ""
-        if self._course.captured != version:
-            self._course = self._after(step, voted).begun()
+        before = self._course.captured
+        self._advance(step, voted)
+        if before != version or self._course.captured is None:
+            self._course = self._course.begun()
             return None
         if Version(voted.protected_epoch, voted.protected_step) < version:
             return f"step {step} did not become complete on all nodes in time"

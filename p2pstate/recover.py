@@ -20,7 +20,7 @@ import msgpack
 import torch
 from torch._C._distributed_c10d import Store
 
-from p2pstate.capture import read_image
+from p2pstate.capture import is_image_of, read_image
 from p2pstate.errors import ConfigError, Retryable
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.transport import Incoming, Outgoing, Payload
@@ -208,13 +208,15 @@ def _agree(
 
 
 def _verify(slots: _LocalSlots, plan: Plan, rank: int, node: str) -> set[tuple[str, int]]:
-    """Check every local slot that this rank will read or send, once. Returns those whose bytes do not match."""
+    """Check every local slot that this rank will read or send, once. Returns those whose bytes do not match, or are of
+    another shard or version."""
     bad = set()
     for fetch in plan.fetches:
         reads = fetch.rank == rank and fetch.sender is None
         if fetch.node != node or not (reads or fetch.sender == rank) or fetch.slot in slots:
             continue
-        if digest_of(_bytes_of(slots.open(fetch))).hex() != fetch.digest:
+        body = slots.open(fetch)
+        if digest_of(_bytes_of(body)).hex() != fetch.digest or not is_image_of(body, plan.version, fetch.part):
             bad.add((fetch.node, fetch.slot))
     return bad
 
@@ -255,7 +257,7 @@ def _move(plan: Plan, rank: int, slots: _LocalSlots, registry: Registry) -> list
         if fetch.rank == rank and fetch.sender is None:
             images.append(slots.open(fetch))
         elif fetch.rank == rank:
-            arrival = _Arrival(fetch)
+            arrival = _Arrival(fetch, plan.version)
             images.append(arrival.body)
             incoming.append(arrival.expected)
         elif fetch.sender == rank:
@@ -267,9 +269,9 @@ def _move(plan: Plan, rank: int, slots: _LocalSlots, registry: Registry) -> list
 class _Arrival:
     """One part on its way from another node into new memory. The head of its message is its digest."""
 
-    def __init__(self, fetch: Fetch) -> None:
+    def __init__(self, fetch: Fetch, version: Version) -> None:
         assert fetch.sender is not None
-        self._fetch = fetch
+        self._fetch, self._version = fetch, version
         self.body = torch.empty(fetch.num_bytes, dtype=torch.uint8)
         self.expected = Incoming(fetch.sender, self._accept, self._arrived)
 
@@ -283,6 +285,8 @@ class _Arrival:
         fetch = self._fetch
         if computed.hex() != fetch.digest:
             raise Retryable(f"{fetch.part} arrived from {fetch.node} with another digest than it was captured with")
+        if not is_image_of(self.body, self._version, fetch.part):
+            raise Retryable(f"what {fetch.node} sent as {fetch.part} is of another shard or version")
 
 
 def _bytes_of(body: torch.Tensor) -> memoryview:

@@ -22,20 +22,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-import xxhash
-
 from p2pstate.capture import Image, SlotPair
 from p2pstate.errors import Retryable
 from p2pstate.groups.transport import DIGEST_BYTES, Incoming, Outgoing, Payload, Transport, whole
 from p2pstate.groups.waiting import Abandoned
-from p2pstate.slots import Header, Slot, digest_of
+from p2pstate.slots import Header, Slot, digest_of, part_name
 from p2pstate.stats import ProtectionStats
 from p2pstate.types import OLDEST, Part, Version
 from p2pstate.worker.link import Link
 
 __all__ = ["Shipper"]
 
-_HEAD = struct.Struct("<qqqqI")  # epoch, step, data bytes, tail bytes, number of shared sets; then a row for each
+# epoch, step, data bytes, tail bytes, balance, number of shared sets; then a row for each
+_HEAD = struct.Struct("<qqqqqI")
 _NAME_BYTES = 16
 _ROW_BYTES = _NAME_BYTES + DIGEST_BYTES
 
@@ -232,7 +231,7 @@ class _Arrival:
         """Raises Retryable for anything but the ward's shard of the version that is being shipped."""
         if len(head) < _HEAD.size or (len(head) - _HEAD.size) % _ROW_BYTES:
             raise Retryable(f"rank {self.ward} sent a head of {len(head)} bytes, which is none of a version")
-        epoch, step, data_bytes, tail_bytes, num_shared_sets = _HEAD.unpack_from(head)
+        epoch, step, data_bytes, tail_bytes, balance, num_shared_sets = _HEAD.unpack_from(head)
         if Version(epoch, step) != self._version:
             raise Retryable(f"rank {self.ward} ships step {step} of round {epoch}, expected {self._version}")
         if min(data_bytes, tail_bytes) < 0 or data_bytes + tail_bytes != num_bytes:
@@ -244,7 +243,8 @@ class _Arrival:
         }
         slot = self._shipper.slot_for(self.ward, num_bytes, self._keep)
         self._shipper.begin(slot)
-        self._image = Image(Part.own(self.ward), slot, self._version, data_bytes, tail_bytes, num_shared_sets)
+        sizes = data_bytes, tail_bytes
+        self._image = Image(Part.own(self.ward), slot, self._version, *sizes, num_shared_sets, balance=balance)
         return slot.body(num_bytes)
 
     def arrived(self, computed: bytes, announced: bytes) -> None:
@@ -252,7 +252,7 @@ class _Arrival:
         assert self._image.slot is not None
         # What this rank and its ward hold alike was captured on both nodes: the digests tell whether it still is.
         for part, digest in self._shared.items():
-            if self._rows.get(_name(part), digest) != digest:
+            if self._rows.get(part_name(part), digest) != digest:
                 self._shipper.differ(part, self.ward, self._version)
         if computed != announced:
             raise Retryable(f"the copy of shard {self.ward} arrived with another digest than it was sent with")
@@ -267,10 +267,5 @@ def _let_go(images: Sequence[Image]) -> None:
 
 
 def _head(own: Image, shared: Mapping[Part, bytes]) -> bytes:
-    fixed = _HEAD.pack(*own.version, own.data_bytes, own.tail_bytes, own.num_shared_sets)
-    return fixed + b"".join(_name(part) + digest for part, digest in sorted(shared.items()))
-
-
-def _name(part: Part) -> bytes:
-    """16 bytes that name a part."""
-    return xxhash.xxh3_128_digest(repr(tuple(part)).encode())
+    fixed = _HEAD.pack(*own.version, own.data_bytes, own.tail_bytes, own.balance, own.num_shared_sets)
+    return fixed + b"".join(part_name(part) + digest for part, digest in sorted(shared.items()))

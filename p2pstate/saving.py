@@ -80,6 +80,12 @@ class Saving:
             self._announced = True
             self._link.send("save", version=list(version), final=False)
 
+    def gave_up(self, version: Version) -> None:
+        """All ranks have given ``version`` up before it was protected: the next one is saved, if this was to be."""
+        with self._changed:
+            if version == self._under_way and not self._announced:
+                self._wanted, self._under_way = True, None
+
     def resumed(self, step: int, *, from_disk: bool = False) -> None:
         """A round began at ``step``: whatever was under way has been given up."""
         with self._changed:

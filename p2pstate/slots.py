@@ -23,9 +23,9 @@ from dataclasses import dataclass
 
 import xxhash
 
-from p2pstate.types import Version
+from p2pstate.types import Part, Version
 
-__all__ = ["HEADER_BYTES", "Header", "Slot", "capacity_for", "digest_of", "slot_bytes"]
+__all__ = ["HEADER_BYTES", "Header", "Slot", "capacity_for", "digest_of", "part_name", "slot_bytes"]
 
 HEADER_BYTES = 4096
 SLACK_BYTES = 1 << 16  # plain values grow: not every byte more shall need new memory
@@ -33,18 +33,21 @@ _MAGIC = b"p2pslot1"
 _WRITING, _COMPLETE = 1, 2
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _POPULATED_BYTES = 1 << 20  # at a time
-# magic, state, number of shared sets, epoch, step, data bytes, tail bytes, digest, checksum of all before
-_FIELDS = struct.Struct("<8sIIqqqq16s")
+# magic, state, number of shared sets, epoch, step, data bytes, tail bytes, balance, digest, checksum of all before
+_FIELDS = struct.Struct("<8sIIqqqqq16s")
 _CHECK = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
+    """``balance``: of an own part, see sampling.py."""
+
     version: Version
     data_bytes: int
     tail_bytes: int
     digest: bytes
     num_shared_sets: int
+    balance: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -66,6 +69,11 @@ def digest_of(body: memoryview) -> bytes:
     return xxhash.xxh3_128_digest(body)
 
 
+def part_name(part: Part) -> bytes:
+    """16 bytes that name a part."""
+    return xxhash.xxh3_128_digest(repr(tuple(part)).encode())
+
+
 class Slot:
     """A mapped slot. ``fd`` stays the caller's; the mapping is never inherited by forked children."""
 
@@ -78,13 +86,13 @@ class Slot:
     def header(self) -> Header | None:
         """What a complete slot holds; None for an empty, torn or half-written one."""
         raw = self._map[: _FIELDS.size + _CHECK.size]
-        magic, state, num_shared_sets, epoch, step, data_bytes, tail_bytes, digest = _FIELDS.unpack_from(raw)
+        magic, state, num_shared_sets, epoch, step, data_bytes, tail_bytes, balance, digest = _FIELDS.unpack_from(raw)
         (check,) = _CHECK.unpack_from(raw, _FIELDS.size)
         if magic != _MAGIC or state != _COMPLETE or check != xxhash.xxh3_64_intdigest(raw[: _FIELDS.size]):
             return None
         if data_bytes < 0 or tail_bytes < 0 or data_bytes + tail_bytes > self.capacity:
             return None
-        return Header(Version(epoch, step), data_bytes, tail_bytes, digest, num_shared_sets)
+        return Header(Version(epoch, step), data_bytes, tail_bytes, digest, num_shared_sets, balance)
 
     def begin(self) -> None:
         """Mark the slot as being written: what it held is gone from now on."""
@@ -92,7 +100,8 @@ class Slot:
 
     def complete(self, header: Header) -> None:
         """Publish what was written. The state word goes last: a writer killed in between leaves no version."""
-        fields = (header.num_shared_sets, *header.version, header.data_bytes, header.tail_bytes, header.digest)
+        sizes = header.data_bytes, header.tail_bytes
+        fields = (header.num_shared_sets, *header.version, *sizes, header.balance, header.digest)
         raw = _FIELDS.pack(_MAGIC, _COMPLETE, *fields)
         self._map[_FIELDS.size : _FIELDS.size + _CHECK.size] = _CHECK.pack(xxhash.xxh3_64_intdigest(raw))
         self._map[12 : _FIELDS.size] = raw[12:]

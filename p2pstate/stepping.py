@@ -212,7 +212,7 @@ class Stepping:
         protected = protection.complete()
         spoilt = NO_RANK if finite else REGISTRY.rank
         need = -protection.need_vote(self.step_s)
-        seen = protection.save_vote(step), spoilt, need, int(protection.alike)
+        seen = protection.save_vote(step), spoilt, need, int(protection.alike), protection.balance
         ballot = Ballot(int(boundary), int(ended), step, -step, *protected, *seen)
         result = vote(REGISTRY, STATUS, ballot, timeout_s)
         if result is not None and result.step != -result.neg_step:

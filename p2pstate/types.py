@@ -70,17 +70,17 @@ class SlotRecord:
     num_bytes: int
     digest: str
     num_shared_sets: int  # of an own part: how many sets of shared leaves complete this rank's state
+    balance: int = 0  # of an own part: the sum over all ranks is 0 where what they share is alike (see sampling.py)
 
     def pack(self) -> list[Any]:
         version = list(self.version) if self.version else None
-        return [self.node, self.slot, list(self.part), version, self.num_bytes, self.digest, self.num_shared_sets]
+        rest = [self.num_bytes, self.digest, self.num_shared_sets, self.balance]
+        return [self.node, self.slot, list(self.part), version, *rest]
 
     @staticmethod
     def unpack(raw: list[Any]) -> SlotRecord:
-        node, slot, part, version, num_bytes, digest, num_sets = raw
-        return SlotRecord(
-            node, slot, Part.unpack(part), Version(*version) if version else None, num_bytes, digest, num_sets
-        )
+        node, slot, part, version, *rest = raw
+        return SlotRecord(node, slot, Part.unpack(part), Version(*version) if version else None, *rest)
 
 
 class Start:

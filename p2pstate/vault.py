@@ -122,6 +122,7 @@ class Vault:
                     num_bytes=header.num_bytes if header else 0,
                     digest=header.digest.hex() if header else "",
                     num_shared_sets=header.num_shared_sets if header else 0,
+                    balance=header.balance if header else 0,
                 )
             )
         return out

@@ -6,8 +6,8 @@ Out: :class:`Course`, one rank's position in these rules (a frozen value; every 
 
 Invariants: the decisions follow from numbers that all ranks share (the smallest completed version of a vote, the
 committed step, the resumed version), never from what one rank has achieved alone, so all ranks capture and skip alike;
-a version is captured only after the one before is protected everywhere; a slot that holds the kept version is never
-written.
+a version is captured only after the one before is protected everywhere; one in which ranks turned out to differ in what
+they were to hold alike is never kept; a slot that holds the kept version is never written.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _NOTHING = Version(-1, -1)  # older than every version
 class Course:
     """``every``: a version is wanted every so many steps, 1 or more. ``kept``: what the job can fall back to.
     ``captured``: the newest version of this round. ``due``: the state between this step and the next becomes a version.
-    ``num_skipped_in_a_row``: wanted versions that all ranks skipped since one was protected. ``interval``: what
-    ``every`` follows, where it adapts; a version is then wanted so many steps after the one before, else at multiples.
+    ``num_skipped_in_a_row``: wanted versions that all ranks skipped, or gave up, since one was protected.
+    ``interval``: what ``every`` follows, where it adapts; a version is then wanted so many steps after the one before,
+    else at multiples.
     """
 
     every: int = 1
@@ -52,11 +53,13 @@ class Course:
             return Course(kept=keep, due=True, interval=Interval())
         return Course(self.every, kept=keep, due=True)
 
-    def committed(self, step: int, complete: Version, largest_need: float = 1.0) -> Course:
+    def committed(self, step: int, complete: Version, largest_need: float = 1.0, *, alike: bool = True) -> Course:
         """``step`` is committed, every rank's shard is complete in both places up to ``complete``, and of an interval
-        that adapts no rank needs more than ``largest_need`` steps.
+        that adapts no rank needs more than ``largest_need`` steps. ``alike``: nobody has seen that, in the version
+        captured last, ranks differ in what they were to hold alike.
 
-        The next version becomes due when the one before is protected; else all ranks skip this one.
+        The next version becomes due when the one before is protected; else all ranks skip this one. One that is not
+        alike gives a rank another one's bytes: it counts for nothing, and the next one becomes due at once.
         """
         every, interval = self.every, self.interval
         if interval is None:
@@ -66,6 +69,9 @@ class Course:
             every = interval.every
             wanted = self.captured is None or step - self.captured.step >= every
         if self.captured is None or complete >= self.captured:
+            if not alike and self.captured not in (None, self.kept):
+                num_skipped = self.num_skipped_in_a_row + 1
+                return Course(every, self.kept, None, True, num_skipped, interval)
             return Course(every, self.captured or self.kept, self.captured, wanted, interval=interval)
         num_skipped = self.num_skipped_in_a_row + wanted
         return replace(self, every=every, due=False, num_skipped_in_a_row=num_skipped, interval=interval)

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from p2pstate.capture import open_image
+from p2pstate.capture import is_image_of, open_image
 from p2pstate.durable.division import Share
 from p2pstate.durable.files import digest_of_file, publish
 from p2pstate.durable.keys import Path as KeyPath
@@ -206,7 +206,10 @@ class _Leaf:
 def _leaves(slot: Slot, version: Version, part: Part, num_ranks: int) -> tuple[list[_Leaf], dict[str, Any]]:
     header = _check(slot, version, "does not hold it")
     body = slot.body(header.num_bytes)
-    layout, tail = open_image(torch.frombuffer(body, dtype=torch.uint8))
+    image = torch.frombuffer(body, dtype=torch.uint8)
+    if not is_image_of(image, version, part):
+        raise SaveFailed(f"a slot of step {version.step} of round {version.epoch} is not {part}")
+    layout, tail = open_image(image)
     leaves = []
     for entry in layout.entries:
         alone = [entry.shape, [0] * len(entry.shape), part.members, part.members]

@@ -1,9 +1,9 @@
 """The votes that every rank casts in a step: before each change of the state, and at the step's end.
 
-In: this rank's ballot. Out: the smallest value of each field over all ranks, or ``None`` when the outcome cannot be
-known here (a peer or the connection died). A few integers, which each rank sends to every other, decide whether the
-step commits, which version is protected everywhere and whether the next capture happens: all ranks act on the same
-numbers. (All at once rather than in a ring: one delay instead of two per rank.)
+In: this rank's ballot. Out: the smallest value of each field over all ranks (of one field the sum), or ``None`` when
+the outcome cannot be known here (a peer or the connection died). A few integers, which each rank sends to every other,
+decide whether the step commits, which version is protected everywhere and whether the next capture happens: all ranks
+act on the same numbers. (All at once rather than in a ring: one delay instead of two per rank.)
 
 Invariant: whoever is at the end of its step votes again until all are (``ended``), so ranks that change their state a
 different number of times still cast the same number of votes.
@@ -43,6 +43,7 @@ class Ballot:
     ``neg_need``: minus the thousandths of a step that this rank needs from one version to the next (interval.py): the
     smallest is the largest need.
     ``alike``: 0 if this rank has seen that what it holds alike with others is not alike any more.
+    ``balance``: of the version captured last, see sampling.py. The result has the sum over all ranks.
     """
 
     boundary: int
@@ -55,6 +56,7 @@ class Ballot:
     spoilt_rank: int = NO_RANK
     neg_need: int = 0
     alike: int = 1
+    balance: int = 0  # the last field
 
 
 _VALUES = attrgetter(*(field.name for field in fields(Ballot)))
@@ -83,4 +85,7 @@ def vote(registry: Registry, status: Status, ballot: Ballot, timeout_s: float | 
         late = timeout_s is not None and time.monotonic() - began >= timeout_s
         status.fail(P2PStateError(f"not every rank voted within {timeout_s:g} s") if late else error, gate.epoch)
         return None
-    return Ballot(*ballots.view(registry.world_size, -1).amin(0).tolist())
+    everyone = ballots.view(registry.world_size, -1)
+    outcome = everyone.amin(0)
+    outcome[-1] = everyone[:, -1].sum()
+    return Ballot(*outcome.tolist())

@@ -8,6 +8,7 @@ state that can be reached:
 * what a plan resumes is the newest whole version, none that went void, and each rank is sent to where that is;
 * all ranks decide alike about capturing, also while the interval adapts to what any of them needs, and nothing that is
   being shipped is overwritten;
+* a version in which ranks turned out to train apart counts for nothing;
 * without another fault the newest step becomes protected.
 
 Then one rule at a time is taken away, and the same exploration has to find out.
@@ -30,6 +31,7 @@ ALL_OF_TWO, ALL_OF_FOUR, HYBRID = ((0, 1),), ((0, 1, 2, 3),), ((0, 2), (1, 3))
 CRASH, LOSS = Faults(crashes=1), Faults(losses=1)
 CRASH_AND_LOSS = Faults(crashes=1, losses=1)
 SILENCE = Faults(silences=1)
+APART = Faults(crashes=1, partings=1)
 NEEDS = (1.0, 3.0)  # steps: so much that the interval grows, and so little that it shrinks again
 CRASH_AND_TWO_AT_ONCE, TWO_AT_ONCE = Faults(crashes=1, pairs=1), Faults(pairs=1)
 
@@ -42,6 +44,7 @@ CLUSTERS = {
     "two nodes, an interval that adapts, a crash": Cluster(TWO, (), CRASH, 3, needs=NEEDS, eager=True),
     "two nodes, an interval that adapts, a loss": Cluster(TWO, (), LOSS, 4, needs=NEEDS, eager=True, brief=True),
     "two nodes of two, leaves alike, a loss": Cluster(TWO_BY_TWO, ALL_OF_FOUR, LOSS, 0),
+    "two nodes, ranks train apart, a crash": Cluster(TWO, ALL_OF_TWO, APART, 1, eager=True),
     "two nodes, three crashes": Cluster(TWO, (), Faults(crashes=3), 1, eager=True),
     "three nodes, a crash": Cluster(RING, (), CRASH, 2, eager=True),
     "three nodes, a loss": Cluster(RING, (), LOSS, 2, eager=True),
@@ -73,6 +76,12 @@ LARGE = {
     "two nodes, three crashes": Cluster(TWO, (), Faults(crashes=3), 2),
     "two nodes, leaves alike, a crash and two losses": Cluster(TWO, ALL_OF_TWO, Faults(crashes=1, losses=2), 1),
     "two nodes, leaves alike, one falls silent and comes back": Cluster(TWO, ALL_OF_TWO, SILENCE, 2),
+    "two nodes, ranks train apart, a crash and a loss": Cluster(
+        TWO, ALL_OF_TWO, Faults(crashes=1, losses=1, partings=1), 2, eager=True
+    ),
+    "two nodes of two, ranks train apart, a loss": Cluster(
+        TWO_BY_TWO, ALL_OF_FOUR, Faults(losses=1, partings=1), 2, eager=True, brief=True
+    ),
     "two nodes of two, leaves alike, a step and a loss": Cluster(TWO_BY_TWO, ALL_OF_FOUR, LOSS, 1),
     "four nodes, a step and a crash": Cluster(PAIRS, (), CRASH, 1),
     "two nodes of two, a crash": Cluster(TWO_BY_TWO, (), CRASH, 2),
@@ -129,6 +138,17 @@ def goes_back_too_far(
     versions = sorted({record.version for record in records if record.version})
     if len(versions) > 1 and versions[-2].step > 0:  # before, a start from scratch is right
         records = [record for record in records if record.version != versions[-1]]
+    return plan_recovery(info, reports, records, lineage, num_losses=num_losses)
+
+
+def overlooks_ranks_apart(
+    info: RoundInfo,
+    reports: Mapping[int, RankReport],
+    records: list[SlotRecord],
+    lineage: list[Lineage],
+    num_losses: int,
+) -> Plan | StartOver | StateLost:
+    records = [replace(record, balance=0) for record in records]
     return plan_recovery(info, reports, records, lineage, num_losses=num_losses)
 
 
@@ -195,6 +215,16 @@ MUTANTS = {
         Rules(plan=lambda info, reports, records, lineage, num_losses: plan_recovery(info, reports, records, lineage)),
         Cluster(RING, (), CRASH, 1, copies=2, eager=True, brief=True),
         "was protected, and None is the newest that is whole, should node . and . die now",
+    ),
+    "a version of ranks that train apart is kept": (
+        Rules(committed=lambda course, step, outcome, mine: course.committed(step, outcome.complete)),
+        Cluster(TWO, ALL_OF_TWO, APART, 2, eager=True),
+        "was protected, and None is the newest that is whole",
+    ),
+    "a version of ranks that train apart is resumed": (
+        Rules(plan=overlooks_ranks_apart),
+        Cluster(TWO, ALL_OF_TWO, APART, 2, eager=True),
+        "the newest that is whole is",
     ),
     "a skipped version is never made up for": (
         Rules(committed=never_tries_again),

@@ -68,11 +68,12 @@ class Known(NamedTuple):
 
 
 class Numbers(NamedTuple):
-    """What one rank votes, or what comes of all their votes: what is complete, and of an interval that adapts the
-    steps that are needed."""
+    """What one rank votes, or what comes of all their votes: what is complete, of an interval that adapts the steps
+    that are needed, and whether ranks were alike, when they captured last, in what they were to hold alike."""
 
     complete: Version
     need: float
+    alike: bool = True
 
 
 class Rank(NamedTuple):
@@ -105,6 +106,7 @@ class Faults(NamedTuple):
     pairs: int = 0
     errors: int = 0
     silences: int = 0
+    partings: int = 0  # ranks begin to train apart: until that is noticed, what they hold alike is not
 
 
 class State(NamedTuple):
@@ -120,6 +122,8 @@ class State(NamedTuple):
     progress: int  # newest step that anybody ever committed
     # What no process knows
     turned: frozenset[tuple[int, Version]]  # rounds in which a step could be committed, and what they resumed
+    apart: frozenset[Version]  # versions that were captured before it was noticed
+    differ_from: int  # ranks train apart from this step on, and have not noticed yet; 0: they do not
     protected: Version | None  # the newest that was ever complete in all its places; step INITIAL: see there
     lost: frozenset[int]  # places that lost their vault since then
 
@@ -129,7 +133,7 @@ class Rules:
     """The rules under test, each replaceable by a mutant."""
 
     committed: Callable[[Course, int, Numbers, Numbers], Course] = lambda course, step, outcome, mine: course.committed(
-        step, *outcome
+        step, outcome.complete, outcome.need, alike=outcome.alike
     )
     resumed: Callable[[Course, Version, Version], Course] = lambda course, version, keep: course.resumed(keep)
     next_slot: Callable[[tuple[Version | None, Version | None], Version | None], int] = next_slot
@@ -259,6 +263,8 @@ class Model:
             faults=cluster.faults,
             progress=0,
             turned=frozenset(),
+            apart=frozenset(),
+            differ_from=0,
             protected=None,
             lost=frozenset(),
         )
@@ -341,6 +347,8 @@ class Model:
         come = (ARRIVES if self.cluster.eager else EXPECTED,) * len(wards)
         job = Job(version, keep, WRITTEN if self._shares(r) else SENDS, come)
         after = _with_rank(state, r, rank._replace(course=self._captured(rank.course, version), job=job))
+        if 0 < state.differ_from <= version.step:
+            after = after._replace(apart=state.apart | {version})
         return after._replace(held=held)
 
     def send(self, state: State, r: int, job: Job) -> State:
@@ -364,7 +372,7 @@ class Model:
     def _shipped(self, state: State, r: int, held: Holdings, job: Job) -> State:
         rank = state.ranks[r]
         ranks = _put(state.ranks, r, Rank(rank.doing, rank.course, rank.step, job))
-        if self._in_all_places(held, job.version):
+        if self._in_all_places(held, job.version) and job.version not in state.apart:
             protected = max(job.version, state.protected or NOTHING)
             return state._replace(ranks=ranks, held=held, protected=protected, lost=frozenset())
         return state._replace(ranks=ranks, held=held)
@@ -376,7 +384,9 @@ class Model:
         if len(steps) > 1:
             raise Violation(f"ranks vote on different steps: {steps}")
         least = Version(min(v.epoch for v in complete), min(v.step for v in complete))
-        return state._replace(vote=Vote(steps.pop() + 1, Numbers(least, max(needs)), needs, None))
+        captured = state.ranks[0].course.captured
+        outcome = Numbers(least, max(needs), captured not in state.apart)
+        return state._replace(vote=Vote(steps.pop() + 1, outcome, needs, None))
 
     def commit(self, state: State, r: int) -> State:
         rank, vote = state.ranks[r], state.vote
@@ -385,6 +395,8 @@ class Model:
         if vote.captures is not None and course.due != vote.captures:
             raise Violation(f"rank {r} decides otherwise than the others about capturing step {vote.step}")
         after = _with_rank(state, r, rank._replace(course=course, step=vote.step))
+        if rank.course.captured is not None and course.captured is None:
+            after = after._replace(differ_from=0)  # from the next version on, what differs is each rank's own
         pending = any(other.doing is RUNS and other.step < vote.step for other in after.ranks)
         after = after._replace(vote=vote._replace(captures=course.due) if pending else None)
         return after._replace(progress=max(after.progress, vote.step))
@@ -394,7 +406,7 @@ class Model:
         epoch = state.epoch + 1
         plan = self._plan(state, epoch)
         known = frozenset().union(*state.turns)
-        newest = self.newest_whole(state.held, known)
+        newest = self.newest_whole(state.held, known, state.apart)
         nothing_was_lost = state.protected is not None and self.cluster.survives(state.lost)
         if isinstance(plan, StateLost):
             if nothing_was_lost or state.progress <= NOTHING_TO_LOSE_STEP:
@@ -411,6 +423,7 @@ class Model:
             begun = Rank(RUNS, self._begun(), 0, None)
             after = after._replace(ranks=(begun,) * len(state.ranks), protected=None, progress=0)
             after = after._replace(turns=tuple(turns | {turn} for turns in after.turns), turned=after.turned | {turn})
+            after = after._replace(differ_from=0)
             if nothing_was_lost and state.epoch == 1:
                 return after._replace(protected=Version(epoch, INITIAL))
             return after._replace(lost=frozenset())
@@ -440,6 +453,9 @@ class Model:
     def hurt(self, state: State) -> Iterator[tuple[str, State]]:
         """Every fault that may still happen."""
         faults = state.faults
+        if faults.partings and not state.failed and state.vote and state.vote.captures is None:
+            less = state._replace(faults=faults._replace(partings=faults.partings - 1), differ_from=state.vote.step)
+            yield f"ranks train step {state.vote.step} apart", less
         if faults.errors and not state.failed:
             yield "a connection breaks", self._fail(state._replace(faults=faults._replace(errors=faults.errors - 1)))
         if faults.crashes:
@@ -492,7 +508,7 @@ class Model:
     def check(self, state: State) -> None:
         """Whatever was protected is still there, and would be without any nodes that it was to outlive."""
         turns = frozenset().union(*state.turns)
-        key = (state.held, turns, state.protected, state.lost)
+        key = (state.held, turns, state.protected, state.lost, state.apart)
         if state.protected is None or state.protected.step == INITIAL or key in self._checked:
             return
         self._checked.add(key)
@@ -503,12 +519,14 @@ class Model:
             for place in gone:
                 for r in self.cluster.ranks_of(place):
                     held = _put(held, r, tuple(EMPTY for _ in held[r]))
-            newest = self.newest_whole(held, turns)
+            newest = self.newest_whole(held, turns, state.apart)
             if newest is None or newest < state.protected:
                 should = f", should node {' and '.join(map(str, sorted(gone)))} die now" if gone else ""
                 raise Violation(f"{state.protected} was protected, and {newest} is the newest that is whole{should}")
 
-    def newest_whole(self, held: Holdings, turns: frozenset[tuple[int, Version]]) -> Version | None:
+    def newest_whole(
+        self, held: Holdings, turns: frozenset[tuple[int, Version]], apart: frozenset[Version]
+    ) -> Version | None:
         """By the words of the glossary, not by plan_recovery's way of computing it."""
         there: set[tuple[Version, Part, int]] = set()
         for r, pairs in enumerate(held):
@@ -517,7 +535,7 @@ class Model:
                     if slot and slot[2]:
                         there.add((Version(slot[0], slot[1]), part, self.cluster.places[r]))
         for version in sorted({version for version, _, _ in there}, reverse=True):
-            if is_void(version, turns):
+            if is_void(version, turns) or version in apart:
                 continue
             owns = all(
                 any((version, Part.own(r), place) in there for place in self.cluster.nodes)
@@ -594,16 +612,16 @@ class Model:
     def _plan(self, state: State, epoch: int) -> Plan | StartOver | StateLost:
         turns = frozenset().union(*state.turns)
         reports = tuple((rank.doing is NEW, 0 if rank.doing is NEW else rank.step) for rank in state.ranks)
-        key = (epoch, state.held, turns, reports, state.progress)
+        key = (epoch, state.held, turns, reports, state.progress, state.apart)
         if key not in self._plans:
             info = RoundInfo("run", "nonce", epoch, Start.IN_PLACE, "a fault", self.cluster.workers, state.progress)
             told = {r: RankReport(r, new, 9, step) for r, (new, step) in enumerate(reports)}
             lineage = [Lineage(at, version) for at, version in sorted(turns)]
-            records = self._records(state.held)
+            records = self._records(state.held, state.apart)
             self._plans[key] = self.rules.plan(info, told, records, lineage, num_losses=self.cluster.num_losses)
         return self._plans[key]
 
-    def _records(self, held: Holdings) -> list[SlotRecord]:
+    def _records(self, held: Holdings, apart: frozenset[Version]) -> list[SlotRecord]:
         out = []
         for r, pairs in enumerate(held):
             for which, pair in enumerate(pairs):
@@ -613,7 +631,8 @@ class Model:
                     version = self.rules.header(slot)
                     number = 100 * r + 10 * which + index
                     node = f"n{self.cluster.places[r]}"
-                    out.append(SlotRecord(node, number, part, version, 1, str(version), num_sets))
+                    balance = int(part == Part.own(0) and version in apart)  # the others' is 0
+                    out.append(SlotRecord(node, number, part, version, 1, str(version), num_sets, balance))
         return out
 
     def _write(self, held: Holdings, r: int, which: int, version: Version, keep: Version | None) -> Holdings:
@@ -754,6 +773,10 @@ def _check_protects(graph: _Graph) -> None:
 
 def newest_is_protected(state: State) -> bool:
     return state.vote is None and all(
-        rank.doing is RUNS and rank.job and rank.job.done and rank.job.version == (state.epoch, rank.step)
+        rank.doing is RUNS
+        and rank.job
+        and rank.job.done
+        and rank.job.version == (state.epoch, rank.step)
+        and rank.job.version not in state.apart
         for rank in state.ranks
     )

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, ReduceOp
 
 from p2pstate.errors import Retryable
 from p2pstate.groups import registry as registry_module
-from p2pstate.groups.gate import Ballot, vote
+from p2pstate.groups.gate import NO_RANK, Ballot, vote
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.status import PeerLost, Status
 from p2pstate.groups.transport import Incoming, Outgoing, Payload, TransferFailed
@@ -44,18 +44,20 @@ def cast(_line: Any, rank: int, num_ranks: int, folder: str, ballots: list[list[
     return [None if outcome is None else astuple(outcome) for outcome in outcomes]
 
 
-def test_vote_outcome_is_the_minimum_of_every_field_on_every_rank(tmp_path: Path) -> None:
+def test_vote_outcome_is_the_minimum_of_every_field_and_the_sum_of_balances_on_every_rank(tmp_path: Path) -> None:
     ballots = [
         [(1, 1, 7, -7, 2, 6), (1, 1, 7, -7, 2, 6), (1, 1, 7, -7, 2, 6)],
         [(1, 1, 7, -7, 2, 6), (0, 1, 7, -7, 2, 5, 1), (1, 0, 7, -7, 1, 9)],
         [(1, 1, 8, -8, 0, -1), (1, 1, 7, -7, 0, -1), (1, 1, 8, -8, 0, -1)],
         [(1, 1, 1 << 40, -(1 << 40), 1 << 33, 1 << 50)] * NUM_RANKS,
+        [(1, 1, 7, -7, 2, 6, 2, NO_RANK, 0, 1, balance) for balance in (1 << 50, -3, 4)],
     ]
     expected = [
         (1, 1, 7, -7, 2, 6, 2),
         (0, 0, 7, -7, 1, 5, 1),
         (1, 1, 7, -8, 0, -1, 2),  # step and neg_step show that the ranks do not agree
         (1, 1, 1 << 40, -(1 << 40), 1 << 33, 1 << 50, 2),
+        (1, 1, 7, -7, 2, 6, 2, NO_RANK, 0, 1, (1 << 50) + 1),
     ]
     outcome = [astuple(Ballot(*each)) for each in expected]
     assert run_ranks(cast, tmp_path, NUM_RANKS, ballots) == [outcome] * NUM_RANKS

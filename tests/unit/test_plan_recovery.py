@@ -44,6 +44,16 @@ def test_plan_with_everything_whole_takes_the_newest_from_the_own_node() -> None
     assert all(fetch.sender is None and fetch.node == INFO.node_of(fetch.rank) for fetch in plan.fetches)
 
 
+def test_plan_does_not_resume_a_version_in_which_ranks_had_begun_to_train_apart() -> None:
+    apart = [replace(r, balance={0: 3, 1: -1}.get(r.part.members[0], 0)) for r in everywhere(V7)]
+    plan = plan_recovery(INFO, reports(), everywhere(V6) + apart)
+    assert isinstance(plan, Plan)
+    assert plan.version == V6
+    assert "differ in what they were to hold alike" in plan.reason
+    even = [replace(r, balance={0: 1, 1: -1}.get(r.part.members[0], 0)) for r in everywhere(V7)]
+    assert plan_recovery(INFO, reports(), everywhere(V6) + even).version == V7  # type: ignore[union-attr]
+
+
 def test_plan_with_one_shard_missing_goes_back_to_the_version_that_everybody_has() -> None:
     records = everywhere(V6) + [r for r in everywhere(V7) if r.part != Part.own(2)]
     plan = plan_recovery(INFO, reports(), records)

@@ -43,6 +43,16 @@ def test_course_that_skipped_captures_at_the_first_commit_after_protection() -> 
     assert course == Course(1, kept=V7, captured=V7, due=True)
 
 
+def test_course_of_ranks_that_train_apart_keeps_what_it_kept_and_captures_again_at_once() -> None:
+    course = under_way(every=3).committed(8, V7, alike=False)
+    assert course == Course(3, kept=V6, due=True, num_skipped_in_a_row=1)
+    assert course.captures(Version(1, 8)).committed(9, Version(1, 8)).kept == Version(1, 8)
+
+
+def test_course_waits_with_giving_up_a_version_until_nothing_of_it_is_on_its_way() -> None:
+    assert under_way().committed(8, V6, alike=False) == under_way().committed(8, V6)
+
+
 def test_course_that_captured_is_not_due_until_the_next_commit() -> None:
     assert Course(1, kept=V6, due=True).captures(V7) == under_way()
 
