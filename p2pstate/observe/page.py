@@ -124,7 +124,7 @@ def _tiles(run: Mapping[str, Any]) -> str:
     now, all_of_it = (run["goodput"][window]["ratio"] for window in ("now", "run"))
     tiles.append(("goodput now", f"{100 * now:.0f} %", f"{100 * all_of_it:.1f} % of the run"))
     lost = sum(incident["steps_lost"] for incident in run["incidents"])
-    tiles.append(("failures", str(run["num_incidents"]), f"{lost} committed steps lost"))
+    tiles.append(("failures", str(run["num_incidents"]), f"{lost} committed step{'s' * (lost != 1)} lost"))
     spares = _spares(run)
     tiles.append(("spare nodes", str(len(spares)), ", ".join(spares[:4])))
     if run["fetch_p95_s"] is not None:
@@ -153,7 +153,7 @@ def _nodes(run: Mapping[str, Any], asked: str, token: str) -> str:
 
 def _node(node: Mapping[str, Any], run: Mapping[str, Any], asked: str, token: str) -> str:
     name = escape(node["name"])
-    if node["page"] and node["name"] != asked:
+    if node["name"] != asked and (node["page"] or "").startswith(("http://", "https://")):
         address = node["page"] + (f"?token={quote(token)}" if token else "")
         name = f'<a class="node" href="{escape(address, quote=True)}">{name}</a>'
     here = ' <span class="small">(this page)</span>' if node["name"] == asked else ""

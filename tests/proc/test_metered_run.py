@@ -49,38 +49,42 @@ def measure(events: list[dict[str, Any]]) -> dict[int, Goodput]:
 
 
 def wall_s(events: list[dict[str, Any]], rank: int) -> float:
-    """From a rank's first process to the end of its script, by the events' own times."""
-    times = {kind: [e["t"] for e in events if e["event"] == kind and e["rank"] == rank] for kind in KINDS}
-    return float(max(times["finished"]) - min(times["worker_started"]))
-
-
-KINDS = ("worker_started", "finished")
+    """From a rank's first process to the last that was measured, at the end of its script, by the events' own times."""
+    of_rank = [event for event in events if event.get("rank") == rank]
+    started = min(event["t"] for event in of_rank if event["event"] == "worker_started")
+    finished = max(event["t"] for event in of_rank if event["event"] == "finished")
+    measured = max(event["clock"]["until"] for event in of_rank if "clock" in event)
+    assert measured <= finished
+    return float(measured - started)
 
 
 def test_meter_puts_delays_into_their_categories(tmp_path: Path, fork_server: dict[str, str]) -> None:
     environ = fork_server | {"CHECKPOINT": str(tmp_path / "checkpoints"), "TRACKED": str(tmp_path / "tracked")}
     delays = {"DELAY_BATCH": "1", "DELAY_COPY": str(COPY_S), "DELAY_PHASE": "1", "DELAY_SAVE": "1", "STEPS": "8"}
-    delays["SAVED"] = str(tmp_path / "saved")
+    delays["TOOK"] = str(tmp_path / "took")
     events = run(tmp_path / "run", environ | delays)
     for rank, found in measure(events).items():
         assert found.wall_s == pytest.approx(wall_s(events, rank), rel=0.01)
         seconds = found.by_category()
-        assert seconds["data"] == pytest.approx(1.0, rel=0.1)
-        assert found.phases("phase") == {"evaluation": pytest.approx(1.0, rel=0.1)}
+        took = json.loads((tmp_path / f"took{rank}").read_text())  # a busy machine makes delays longer
+        assert min(took.values()) >= 1.0
+        assert seconds["data"] == pytest.approx(took["batch"], rel=0.1)
+        assert found.phases("phase") == {"evaluation": pytest.approx(took["phase"], rel=0.1)}
         # The first version is copied while the first step runs, whose vote waits for the rest of the copy.
         first = next(e for e in events if e["event"] == "step" and (e["rank"], e["step"]) == (rank, 1))["clock"][
             "seconds"
         ]
-        assert first["protection"] + first["useful"] + first["data"] == pytest.approx(COPY_S, rel=0.1)
+        beside_s = first["useful"] + first["data"]
+        assert took["copy"] - beside_s <= 1.1 * first["protection"]
+        assert first["protection"] <= 1.1 * took["copy"]
         assert "recovery" not in seconds
         assert "repeated" not in seconds
-        saved_s = float((tmp_path / f"saved{rank}").read_text())  # the last version, at the end of the loop
-        assert saved_s > 1.0
-        assert seconds["saving"] == pytest.approx(saved_s, rel=0.1)
+        assert seconds["saving"] == pytest.approx(took["save"], rel=0.1)  # the last version, at the end of the loop
 
     step, tracked = json.loads((tmp_path / "tracked").read_text())
     assert step == 8
-    assert tracked["p2pstate/data_s"] == pytest.approx(1.0, rel=0.1)
+    took = json.loads((tmp_path / "took0").read_text())
+    assert tracked["p2pstate/data_s"] == pytest.approx(took["batch"], rel=0.1)
     assert 0 < tracked["p2pstate/goodput"] < 1
 
     resumed = run(tmp_path / "again", environ | {"DELAY_REHEARSAL": "0.8", "STEPS": "10"})
