@@ -57,6 +57,7 @@ class Channel:
         self._sock = sock
         self._blocking = blocking
         self._send_lock = threading.Lock()
+        self._packer = msgpack.Packer(use_bin_type=True)
         self._outgoing: deque[tuple[memoryview, list[int]]] = deque()
         self._queued_bytes = 0
         self._incoming = bytearray()
@@ -82,13 +83,10 @@ class Channel:
 
         Raises ChannelClosed when the peer is gone, or has more than ``MAX_QUEUED_BYTES`` waiting.
         """
-        body = msgpack.packb(message, use_bin_type=True)
-        if len(body) > MAX_FRAME_BYTES:
-            raise ValueError(f"message {message.get('t')!r} has {len(body)} bytes, the limit is {MAX_FRAME_BYTES}")
         if len(fds) > MAX_FDS:
             raise ValueError(f"message {message.get('t')!r} has {len(fds)} descriptors, the limit is {MAX_FDS}")
-        data = _HEAD.pack(len(body), len(fds)) + body
         with self._send_lock:
+            data = self._frame(message, len(fds))
             if self.closed:
                 raise ChannelClosed("the channel was closed")
             num_sent = 0
@@ -106,6 +104,14 @@ class Channel:
             self._flush()
             if self._queued_bytes > MAX_QUEUED_BYTES:
                 raise ChannelClosed(f"the peer has left {self._queued_bytes} bytes unread")
+
+    def _frame(self, message: Message, num_fds: int) -> bytes:
+        body: bytes = self._packer.pack(message)
+        if len(body) > RECEIVE_BYTES:
+            self._packer = msgpack.Packer(use_bin_type=True)  # or it keeps that much memory
+        if len(body) > MAX_FRAME_BYTES:
+            raise ValueError(f"message {message.get('t')!r} has {len(body)} bytes, the limit is {MAX_FRAME_BYTES}")
+        return _HEAD.pack(len(body), num_fds) + body
 
     def flush(self) -> bool:
         """Go on sending what a full socket buffer held back. True when nothing is left."""

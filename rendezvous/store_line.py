@@ -47,7 +47,9 @@ class StoreLine:
         self._wait_at_most(deadline_s + 2 * STORE_ANSWER_S)
         received = None
         try:
-            self._channel.send({**store_request(epoch, op, args, deadline_s), "id": 0})
+            message = store_request(epoch, op, args, deadline_s)
+            message["id"] = 0
+            self._channel.send(message)
             received = self._channel.receive()
         except ChannelClosed:
             return AGENT_GONE

@@ -88,6 +88,7 @@ class StoreRouter:
         self._resend_s = resend_s
         self._view: View | None = None
         self._members: dict[MemberKey, Member] = {}
+        self._others: list[Member] = []  # that have a place in the round
         self._shard = StoreShard()
         self._copies = Copies()
         self._pushed = Pushed()
@@ -121,6 +122,7 @@ class StoreRouter:
         """A view was decided. A new round ends the old store; the same round goes on."""
         old_round = self._view.round if self._view else None
         self._view = view
+        self._others = [place for place in view.places if place.key != self._me]
         if view.round != old_round:
             self._round_is_over = False
             self._end_shard()
@@ -278,18 +280,15 @@ class StoreRouter:
 
     def _do(self, token: Token, op: str, args: list[Any], deadline_s: float, now: float) -> Replies:
         """One operation on keys of this member's own of which nobody has a copy."""
-        to_push = self._pushed.to_push(op, args, self._shard.values)
+        to_push = self._pushed.to_push(op, args, self._shard.values) if self._others else None
         replies = self._shard.call(token, op, args, deadline_s, now)
-        if to_push and self._others() and replies[0][1].ok:
+        if to_push and replies[0][1].ok:
             assert self._view is not None
             self._pushed.push(to_push)
             push = StoreCall(0, self._view.round, PUSH, [list(to_push), list(to_push.values())], 0.0)
-            for place in self._others():
+            for place in self._others:
                 self._sent(place, push)  # what is too large to be pushed is asked for
         return replies
-
-    def _others(self) -> list[Member]:
-        return [place for place in self._view.places if place.key != self._me] if self._view is not None else []
 
     def _take_back(self, keys: frozenset[str], now: float) -> None:
         """Ask every other place to give its copies up; repeated until all have answered, or the round ends."""
@@ -298,8 +297,8 @@ class StoreRouter:
             if reply.ok:
                 self._pushed.taken_back(keys)
 
-        request = _Request(TAKE_BACK, given_up, [None] * len(self._others()))
-        parts: list[Part] = [(place, [sorted(keys)], [index]) for index, place in enumerate(self._others())]
+        request = _Request(TAKE_BACK, given_up, [None] * len(self._others))
+        parts: list[Part] = [(place, [sorted(keys)], [index]) for index, place in enumerate(self._others)]
         calls = [(next(self._numbers), part) for part in parts]
         for number, part in calls:
             self._register(number, request, part, now + _TAKE_BACK_S, now)

@@ -29,7 +29,7 @@ from rendezvous.types import Change, MemberKey, View
 from rendezvous.views import Sizes
 
 NUM_SEEDS = 300
-NUM_DECIDING_SEEDS = 2080
+NUM_DECIDING_SEEDS = 2100
 NUM_FENCING_SEEDS = 60
 NUM_DECIDING_NEEDED = 2000
 NUM_EVENTS_NEEDED = 2_000_000
