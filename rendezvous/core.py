@@ -205,6 +205,7 @@ class Core:
         foreign = envelope.nonce and newest is not None and envelope.nonce != newest.nonce
         if envelope.run_id != self.config.run_id or foreign:
             self.num_foreign += 1
+            self._answer_foreign(envelope)
             return
         sender, me = envelope.sender, self.membership.me.key
         if envelope.to is not None and envelope.to != me:
@@ -225,6 +226,17 @@ class Core:
             self._answer_ended(record, envelope, now)
             return
         self._dispatch(record, envelope.message, now)
+
+    def _answer_foreign(self, envelope: Envelope) -> None:
+        """Who took this node for one of another run is told; a node that has no view yet says that it was told so."""
+        match envelope.message:
+            case Join():
+                reason = f"run {self.config.run_id!r} is at this address, "
+                other = envelope.run_id != self.config.run_id
+                reason += f"not {envelope.run_id!r}" if other else "but another one of that name"
+                self._out.put(Send(envelope.address, envelope.sender, JoinRefused(reason)))
+            case JoinRefused(reason) if envelope.to == self.membership.me.key and self.newest is None:
+                self._joining.refused(envelope.sender.name, reason)
 
     def _receive_from_anybody(self, envelope: Envelope, now: float) -> None:
         match message := envelope.message:

@@ -131,10 +131,20 @@ def test_node_that_lost_the_others_does_not_call_that_a_matter_of_firewalls() ->
 def test_message_of_another_run_changes_nothing() -> None:
     bench = Bench()
     bench.step(events.Tick())
-    assert bench.hear(member("b"), Join(member("b")), run="other") == []
+    assert bench.hear(member("b"), Ended(Verdict(1, "", member("b").key)), run="other") == []
     bench.hear(member("b"), Decided(view_of("ab")), nonce="nonce")
     assert bench.hear(member("c"), Decided(view_of("ab", 2)), nonce="foreign") == []
     assert bench.core.num_foreign == 2
+
+
+def test_node_that_comes_to_another_run_is_told_and_says_so() -> None:
+    bench = Bench()
+    ((address, refusal),) = sent(bench.hear(member("b"), Join(member("b")), run="other"), JoinRefused)
+    assert (address, refusal) == (member("b").address, JoinRefused("run 'run' is at this address, not 'other'"))
+    assert not bench.hear(member("b"), refusal, run="other", to=77)
+    (waiting,) = bench.hear(member("b"), refusal, run="other", to=bench.core.me.incarnation)
+    assert waiting == Waiting("b refuses this node: run 'run' is at this address, not 'other'")
+    assert not list(bench.core.membership.others())
 
 
 def test_message_for_a_predecessor_is_answered_by_an_introduction() -> None:
