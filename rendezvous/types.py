@@ -9,6 +9,7 @@ Limits: addresses are IP literals with a port; names are resolved before a membe
 from __future__ import annotations
 
 import enum
+import functools
 import ipaddress
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,7 @@ class Role(enum.StrEnum):
     WITNESS = "witness"
 
 
+@functools.lru_cache(4096)  # every message brings its sender's
 def split_address(address: str) -> tuple[str, int]:
     """'127.0.0.1:4711' or '[::1]:4711' -> (host, port); ValueError unless the host is an IP literal and 0 < port <
     65536.

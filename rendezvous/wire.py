@@ -133,6 +133,7 @@ _MESSAGES: tuple[tuple[type[Any], tuple[Callable[[object], Any], ...]], ...] = (
     (DecidedDelta, (ViewDelta.from_plain,)),
 )
 _TAGS: dict[type[Any], int] = {kind: index + 1 for index, (kind, _) in enumerate(_MESSAGES)}
+_FIELDS = {kind: tuple(spec.name for spec in dataclasses.fields(kind)) for kind, _ in _MESSAGES}
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class Encoder:
 
 
 def _pack_fields(message: Message) -> bytes:
-    fields = [to_plain(getattr(message, spec.name)) for spec in dataclasses.fields(message)]
+    fields = [to_plain(getattr(message, name)) for name in _FIELDS[type(message)]]
     return pack(fields, MAX_MESSAGE_BYTES, f"a {type(message).__name__} message")
 
 
@@ -216,7 +217,7 @@ def decode(frame: bytes) -> Envelope:
             text_from(nonce, "a nonce", 64),
             key_from(sender),
             address_from(address),
-            optional(key_from)(to),
+            None if to is None else key_from(to),
             kind(*(decoder(item) for decoder, item in zip(decoders, items, strict=True))),
         )
     except WireError:
