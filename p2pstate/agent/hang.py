@@ -147,9 +147,8 @@ def is_starved(state: str, quiet_s: float, cpu_s: float) -> bool:
 
 
 def quiet_since(sample: Sample, changed_at: float, now: float) -> float:
-    """Since when a worker has nothing to say for itself. ``changed_at``: when something last happened in it."""
-    if not sample.expected_until:
-        return changed_at
+    """Since when a worker has nothing to say for itself, and has not announced it. ``changed_at``: when something last
+    happened in it."""
     return now if now < sample.expected_until else max(changed_at, sample.expected_until)
 
 

@@ -29,6 +29,12 @@ def test_windows_compare_ranks_by_what_they_do_themselves() -> None:
     assert "takes 1.00 s of its own, others 0.40 s (steps 1 to 20)" in first.stragglers[1]
 
 
+def test_rank_that_waits_for_its_batches_is_named() -> None:
+    events = [step(rank, number, 0.0, useful=0.9, data=(0.0, 0.3)[rank]) for number in range(1, 21) for rank in (0, 1)]
+    (only,) = skews_of(events)
+    assert only.starved == {1: "it waits 0.30 s a step for its batch (steps 1 to 20)"}
+
+
 def test_window_leaves_out_recoveries_and_steps_done_again() -> None:
     windows = Windows()
     windows.add(step(0, 1, 0.2, **{"useful": 1.0, "recovery.pull": 5.0, "startup": 3.0}))

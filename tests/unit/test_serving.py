@@ -1,8 +1,10 @@
-"""The page server without a node: who may ask, what is answered, what cannot be served."""
+"""The page server and the gatherer without a node: who may ask, what is answered, what cannot be served."""
 
 import http.client
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -10,6 +12,8 @@ import pytest
 from test_observe_page import answer
 
 from p2pstate.agent.page_server import PageServer
+from p2pstate.agent.serving import ANSWER_S, Gatherer
+from rendezvous.types import MemberKey, Role
 
 
 class Asked:
@@ -92,3 +96,57 @@ def test_server_at_no_address_is_refused_in_words(bind: str, asked: Asked) -> No
 def test_server_at_a_port_that_is_taken_is_an_error(server: PageServer, asked: Asked) -> None:
     with pytest.raises(OSError, match="in use"):
         PageServer(urlsplit(server.url).netloc, None, "n0", asked.gather, asked.metrics)
+
+
+class ManualNode:
+    """Of three nodes, one dead, the first. Calls at once what its thread is to call; time does not pass."""
+
+    def __init__(self) -> None:
+        self.key, self.timers, self.asked = MemberKey("n0", 1), [], []
+
+    def call_soon_threadsafe(self, function: Callable[[], None]) -> None:
+        function()
+
+    def call_later(self, delay_s: float, function: Callable[[], None]) -> Any:
+        self.timers.append((delay_s, function))
+        return SimpleNamespace(cancel=self.timers.clear)
+
+    def members(self) -> dict[MemberKey, Any]:
+        member = SimpleNamespace(role=Role.NODE)
+        return {MemberKey(f"n{i}", 1): SimpleNamespace(live=i < 2, member=member) for i in range(3)}
+
+    def broadcast(self, _kind: str, number: int) -> None:
+        self.asked.append(number)
+
+
+def test_gatherer_waits_for_every_live_node_and_no_longer() -> None:
+    node: Any = ManualNode()
+    gatherer = Gatherer(node, lambda: {"of": "n0"})
+    future: Future[Any] = Future()
+    gatherer._ask(future)
+    assert not future.done()
+    gatherer.heard(MemberKey("n1", 1), "seen", [node.asked[0], {"of": "n1"}])
+    assert future.result(0) == {"n0": {"of": "n0"}, "n1": {"of": "n1"}}
+    assert not node.timers
+
+
+def test_gatherer_tells_what_it_has_when_a_node_does_not_answer() -> None:
+    node: Any = ManualNode()
+    gatherer = Gatherer(node, lambda: {"of": "n0"})
+    future: Future[Any] = Future()
+    gatherer._ask(future)
+    ((delay_s, finish),) = node.timers
+    assert delay_s == ANSWER_S
+    finish()
+    assert future.result(0) == {"n0": {"of": "n0"}}
+    gatherer.heard(MemberKey("n1", 1), "seen", [node.asked[0], {"of": "n1"}])  # too late: nobody waits
+
+
+def test_error_on_the_nodes_thread_reaches_who_asked() -> None:
+    def fail() -> None:
+        raise ValueError("metrics need prometheus-client")
+
+    gatherer = Gatherer(ManualNode(), dict)  # type: ignore[arg-type]
+    assert gatherer.on_node(lambda: 5) == 5
+    with pytest.raises(ValueError, match="prometheus-client"):
+        gatherer.on_node(fail)
