@@ -65,6 +65,12 @@ def preload() -> None:
     import p2pstate.worker.main  # noqa: F401
 
 
+def _settle() -> None:
+    """Have the collector leave what there is alone: looking through it would copy its memory in every fork."""
+    gc.collect()
+    gc.freeze()
+
+
 class Template:
     """The loop of one node's template process."""
 
@@ -78,8 +84,7 @@ class Template:
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a node's processes: the agent handles them
             signal.signal(number, signal.SIG_IGN)
-        gc.collect()
-        gc.freeze()
+        _settle()
         self._channel.send({"t": "template_ready", "pid": os.getpid()})
         poller = select.poll()
         poller.register(self._channel.fileno(), select.POLLIN)
@@ -178,6 +183,7 @@ def _serve(sock: socket.socket) -> None:
 def _listen(path: str, ready: Callable[[], None] = lambda: None) -> None:
     """Fork one template per connection until standard input closes."""
     preload()
+    _settle()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(socket_name(path))
     listener.listen(64)
@@ -215,3 +221,4 @@ def main(argv: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1:])
+    os._exit(0)  # taking torch apart takes seconds on a busy machine, and its agent waits for this end
