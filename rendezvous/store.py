@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError, QueueEmptyError
 
 from rendezvous.store_line import StoreLines
+from rendezvous.store_shard import MAX_VALUE_BYTES
 from rendezvous.types import StoreReply
 
 _LONGEST_S = 1e8  # three years: rounds end before
@@ -185,11 +186,15 @@ def worker_store(agent: str, epoch: int, prefix: str, timeout: timedelta | None)
 
 
 def _bytes(value: bytes | str) -> bytes:
+    """What is too long is refused here, so that no agent spends time on it."""
     if isinstance(value, str):
-        return _text(value).encode()
-    if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value)
-    raise StoreError(f"a store's value is a {type(value).__name__}: give bytes or a string")
+        value = _text(value).encode()
+    if not isinstance(value, bytes | bytearray | memoryview):
+        raise StoreError(f"a store's value is a {type(value).__name__}: give bytes or a string")
+    plain = bytes(value)
+    if len(plain) > MAX_VALUE_BYTES:
+        raise StoreError(f"a store's value has {len(plain)} bytes, and at most {MAX_VALUE_BYTES} are allowed")
+    return plain
 
 
 def _text(value: bytes | str) -> str:

@@ -21,7 +21,7 @@ from ports import free_ports
 from rendezvous.config import Config
 from rendezvous.node import Node
 from rendezvous.node_store import NodeChannel
-from rendezvous.store import EpochStore, StoreEnded
+from rendezvous.store import EpochStore, StoreEnded, StoreError
 from rendezvous.types import Member, MemberKey, PassiveApplication, View
 
 LONG = timedelta(seconds=30)
@@ -132,6 +132,34 @@ def test_get_of_what_nobody_sets_fails_at_the_timeout_and_names_the_key(stores: 
     assert time.monotonic() - began_s >= SHORT.total_seconds() - 0.01
     stores[0].set(key, "still works")
     assert stores[0].get(key) == b"still works"
+
+
+@pytest.mark.parametrize("timeout", [timedelta(days=30000), timedelta.max, timedelta(seconds=-1)], ids=str)
+def test_timeout_that_is_very_long_or_below_zero_is_no_limit(
+    stores: list[dist.Store], key: str, timeout: timedelta
+) -> None:
+    stores[0].set_timeout(timeout)
+    keys = [f"{key}{index}" for index in range(4)]  # of several owners
+    for name in keys:
+        stores[0].set(name, "v")
+    assert stores[0].get(f"{key}0") == b"v"
+    assert soon(lambda: stores[0].get(f"{key}late"), lambda: stores[1].set(f"{key}late", "w"))[0] == b"w"
+
+
+def test_timeout_of_zero_cuts_off_only_what_must_wait(stores: list[dist.Store], key: str) -> None:
+    keys = [f"{key}{index}" for index in range(8)]  # of several owners
+    stores[0].set_timeout(timedelta(0))
+    for name in keys:
+        stores[0].set(name, "v")
+        assert stores[0].add(f"{name}counter", 2) == 2
+    assert stores[0].check(keys)
+    with pytest.raises(dist.DistStoreError):
+        stores[0].get(f"{key}absent")
+
+
+def test_largest_value_has_eight_mebibytes(stores: list[dist.Store], key: str) -> None:
+    stores[0].set(key, b"\0" * (8 << 20))
+    assert len(stores[1].get(key)) == 8 << 20
 
 
 def test_wait_ends_when_all_keys_are_there_and_not_before(stores: list[dist.Store], key: str) -> None:
@@ -375,6 +403,15 @@ def test_arguments_that_no_message_can_carry_are_errors_of_the_caller_alone(node
             call()
     store.set(b"odd", bytearray(b"1"))  # type: ignore[arg-type]
     assert [EpochStore(NodeChannel(node), 1, LONG).get("odd") for node in nodes] == [b"1"] * len(nodes)
+
+
+def test_value_that_is_too_long_is_refused_before_any_agent_sees_it() -> None:
+    class Nobody:
+        def request(self, *_: Any) -> Any:
+            raise AssertionError("sent")
+
+    with pytest.raises(StoreError, match="has 104857600 bytes, and at most 8388608 are allowed"):
+        EpochStore(Nobody(), 1).multi_set(["a", "b"], [b"", bytes(100 << 20)])
 
 
 def test_end_of_the_round_frees_every_kind_of_wait_at_once(nodes: list[Node]) -> None:
