@@ -167,7 +167,7 @@ def train(
         codes = cluster.exit_codes()
         if any(codes.values()):
             raise DemoFailed(f"nodes ended with exit codes {codes}\n{cluster.log_tails()}")
-        survived = [failure for failure in timeline.failures if failure.over]
+        survived = [failure for failure in timeline.failures if failure.over_at is not None]
         if len(survived) != len(kills):
             raise DemoFailed(f"{len(kills)} kills were planned, {len(survived)} happened and were survived")
         return timeline, cluster.leftovers()
@@ -195,7 +195,7 @@ def summary(identical: bool, failures: list[Failure], differences: list[str], le
                 "bytes": failure.num_bytes,
                 "steps_lost": failure.steps_lost,
                 "seconds": failure.seconds,
-                "phases": failure.phases,
+                "phases": failure.longest_phases(),
             }
             for failure in failures
         ],

@@ -8,30 +8,27 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from p2pstate.observe.incidents import longest
+from p2pstate.observe.incidents import Survival
 
 Event = dict[str, Any]
 STEPS_PER_LINE = 5
 
 
-@dataclass(slots=True)
-class Failure:
+@dataclass(slots=True, kw_only=True)
+class Failure(Survival):
+    """Of which is known when it was done, and to whom: it counts from the signal."""
+
     kind: str  # "worker", "node" or "all"
     what: str  # for a person
-    t: float  # of the signal
     victims: set[int]  # ranks
     pids_before: dict[int, int]
-    last_step: int  # the newest that any rank had committed
-    recoveries: dict[int, Event] = field(default_factory=dict)  # by rank
-    beyond: dict[int, float] = field(default_factory=dict)  # rank -> when it first committed a step past last_step
     detected: float | None = None  # when somebody told of it first
     said: set[str] = field(default_factory=set)  # what was told once already
 
     @property
     def source(self) -> str:
         """Where the replaced ranks got their state."""
-        found = {str(event["source"]) for rank, event in self.recoveries.items() if rank in self.victims}
-        return ", ".join(sorted(found)) or "unknown"
+        return self.sources(self.victims) or "unknown"
 
     @property
     def num_bytes(self) -> int:
@@ -40,27 +37,9 @@ class Failure:
 
     @property
     def steps_lost(self) -> int:
-        lost = max((int(event["steps_lost"]) for event in self.recoveries.values()), default=0)
         if self.kind == "all":  # nobody is left who knows how far it had come
-            return max((self.last_step - int(event["version"][1]) for event in self.recoveries.values()), default=lost)
-        return lost
-
-    @property
-    def seconds(self) -> float | None:
-        """From the signal to the first new committed step on all ranks."""
-        return max(self.beyond.values()) - self.t if self.over else None
-
-    @property
-    def over(self) -> bool:
-        return len(self.beyond) == len(self.pids_before)
-
-    @property
-    def phases(self) -> dict[str, float]:
-        """The longest that any rank spent in each phase, in order."""
-        phases: dict[str, float] = {}
-        for event in self.recoveries.values():
-            phases = longest(phases, event["phases"])
-        return phases
+            return max((self.last_step - int(event["version"][1]) for event in self.recoveries.values()), default=0)
+        return super(Failure, self).steps_lost  # the class is made anew for its slots
 
 
 class Timeline:
@@ -88,7 +67,7 @@ class Timeline:
 
     @property
     def recovering(self) -> bool:
-        return bool(self.failures) and not self.failures[-1].over
+        return bool(self.failures) and self.failures[-1].over_at is None
 
     def ranks_on(self, node: str) -> set[int]:
         return {rank for rank, name in self.nodes.items() if name == node}
@@ -120,7 +99,16 @@ class Timeline:
         """Not from the run: a kill, told by whoever did it."""
         last_step = max(self.steps.values(), default=0)
         victims = set(event["victims"])
-        self.failures.append(Failure(event["kind"], event["what"], event["t"], victims, dict(self.pids), last_step))
+        self.failures.append(
+            Failure(
+                t=float(event["t"]),
+                last_step=last_step,
+                kind=event["kind"],
+                what=event["what"],
+                victims=victims,
+                pids_before=dict(self.pids),
+            )
+        )
         return ["", f"{self._clock(event['t'])}  KILL {len(self.failures)}: {event['what']}, after step {last_step}"]
 
     def _on_view(self, event: Event) -> list[str]:
@@ -202,11 +190,8 @@ class Timeline:
         lines: list[str] = []
         if self.recovering:
             failure = self.failures[-1]
-            if event["t"] <= failure.t:  # committed before the signal, told after it
-                failure.last_step = max(failure.last_step, step)
-            elif step > failure.last_step:
-                failure.beyond.setdefault(rank, float(event["t"]))
-            if failure.over:
+            failure.stepped(rank, step, float(event["t"]), failure.pids_before)
+            if failure.over_at is not None:
                 lines = self._survived(failure, step)
         if rank == 0 and step >= self._line_due and not self.recovering:
             self._line_due = step - step % STEPS_PER_LINE + STEPS_PER_LINE
@@ -216,7 +201,7 @@ class Timeline:
 
     def _survived(self, failure: Failure, step: int) -> list[str]:
         kept = sorted(rank for rank, pid in self.pids.items() if failure.pids_before.get(rank) == pid)
-        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in failure.phases.items())
+        phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in failure.longest_phases().items())
         pids = ", ".join(f"{rank} ({self.pids[rank]})" for rank in kept)
         return [
             f"          +{failure.seconds:5.2f} s  first step: all ranks have committed step {step}",

@@ -301,7 +301,7 @@ def damage_own_copies(agent_pid: int, rank: int) -> None:
 
 def incident(failure: Failure, step_s: float) -> Incident:
     assert failure.seconds is not None
-    phases = dict(failure.phases)
+    phases = failure.longest_phases()
     if failure.detected is not None:
         phases = {"detect": failure.detected - failure.t, **phases}
     return Incident(failure.seconds, failure.steps_lost, failure.source, phases, step_s)

@@ -8,11 +8,11 @@ Known limit: clocks of different nodes are taken to agree.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["PHASES", "Incident", "IncidentFinder", "find_incidents", "longest"]
+__all__ = ["PHASES", "Incident", "IncidentFinder", "Survival", "find_incidents", "longest"]
 
 Event = Mapping[str, Any]
 
@@ -32,30 +32,61 @@ PHASES = {  # of a recovery, in order: in words
 CAUSES = {"member_dead": "node", "hang": "hang", "worker_exited": "process"}  # the first of these that was seen counts
 
 
-@dataclass(slots=True)
-class Incident:
-    round: int  # that it ended
+@dataclass(slots=True, kw_only=True)
+class Survival:
+    """Of one failure, as far as it has come."""
+
     t: float  # of the first sign, seconds since 1970
+    last_step: int  # the newest that any rank had committed
+    recoveries: dict[int, Event] = field(default_factory=dict)  # by rank: how it resumed
+    beyond: dict[int, float] = field(default_factory=dict)  # by rank: when it first went beyond last_step
+    over_at: float | None = None  # None: the run ended before, or has not gone on yet
+
+    def stepped(self, rank: int, step: int, t: float, ranks: Collection[int]) -> None:
+        """A committed step. ``ranks``: all that have to go beyond the newest step before the failure."""
+        if t <= self.t:  # committed before it, told after it
+            self.last_step = max(self.last_step, step)
+        elif step > self.last_step:
+            self.beyond.setdefault(rank, t)
+            if self.beyond.keys() >= set(ranks):
+                self.over_at = max(self.beyond.values())
+
+    @property
+    def seconds(self) -> float | None:
+        """Until every rank had made a new step."""
+        return None if self.over_at is None else self.over_at - self.t
+
+    @property
+    def steps_lost(self) -> int:
+        return max((int(event["steps_lost"]) for event in self.recoveries.values()), default=0)
+
+    def sources(self, ranks: Iterable[int]) -> str:
+        """Where those of these ranks that have resumed got their state; empty if none has."""
+        return ", ".join(sorted({str(self.recoveries[rank]["source"]) for rank in ranks if rank in self.recoveries}))
+
+    def longest_phases(self) -> dict[str, float]:
+        """Seconds of each phase of the recoveries, on the rank that was in it for longest, in order."""
+        phases: dict[str, float] = {}
+        for event in self.recoveries.values():
+            phases = longest(phases, event["phases"])
+        return phases
+
+
+@dataclass(slots=True, kw_only=True)
+class Incident(Survival):
+    round: int  # that it ended
     aborted_at: float
     cause: str  # node, hang, process or other
     reason: str  # in words, for a person
-    last_step: int  # the newest that any rank had committed
     num_ranks: int  # whose steps were known then: none on a node that only looked on
     nonce: str = ""  # of the run's start
-    recoveries: dict[int, Event] = field(default_factory=dict)  # by rank: how it resumed
-    beyond: dict[int, float] = field(default_factory=dict)  # by rank: when it first went beyond last_step
     replaced: set[int] = field(default_factory=set)  # ranks that got a new process
-    over_at: float | None = None  # None: the run ended before, or has not gone on yet
     protected: dict[int, float] = field(default_factory=dict)  # by rank: when it told of a version on two nodes again
 
     @property
     def looked_on(self) -> bool:
         """It touched no rank of which anything is known."""
         return not (self.num_ranks or self.replaced or self.recoveries)
-
-    @property
-    def seconds(self) -> float | None:
-        return None if self.over_at is None else self.over_at - self.t
 
     @property
     def protected_s(self) -> float | None:
@@ -66,14 +97,9 @@ class Incident:
         return max(self.protected.values()) - self.t
 
     @property
-    def steps_lost(self) -> int:
-        return max((int(event["steps_lost"]) for event in self.recoveries.values()), default=0)
-
-    @property
     def source(self) -> str:
         """Where the ranks that were replaced got their state, or all of them if none was."""
-        ranks = self.replaced & self.recoveries.keys() or self.recoveries.keys()
-        return ", ".join(sorted({str(self.recoveries[rank]["source"]) for rank in ranks})) or "none"
+        return self.sources(self.replaced) or self.sources(self.recoveries) or "none"
 
     @property
     def num_bytes(self) -> int:
@@ -82,9 +108,7 @@ class Incident:
 
     def phases(self) -> dict[str, float]:
         """Seconds of each phase, in order: detecting, the longest that any rank was in each phase, the first step."""
-        phases = {"detect": self.aborted_at - self.t}
-        for event in self.recoveries.values():
-            phases = longest(phases, event["phases"])
+        phases = longest({"detect": self.aborted_at - self.t}, self.longest_phases())
         if self.over_at is not None and self.recoveries:
             phases["first step"] = self.over_at - max(float(event["t"]) for event in self.recoveries.values())
         return {name: seconds for name, seconds in phases.items() if seconds > 0}
@@ -172,7 +196,18 @@ class IncidentFinder:
         began = min([t, *(float(sign["t"]) for sign in signs)])
         last_step = max(self._steps.values(), default=0)
         nonce = "" if self._nonce is None else str(self._nonce)
-        self.incidents.append(Incident(round_, began, t, cause, reason, last_step, len(self._steps), nonce))
+        self.incidents.append(
+            Incident(
+                t=began,
+                last_step=last_step,
+                round=round_,
+                aborted_at=t,
+                cause=cause,
+                reason=reason,
+                num_ranks=len(self._steps),
+                nonce=nonce,
+            )
+        )
 
     def on_worker_started(self, event: Event, t: float) -> None:
         if self._open is not None:
@@ -194,10 +229,6 @@ class IncidentFinder:
         self._steps[rank] = step
         if incident is None:
             return
-        if t <= incident.t:
-            incident.last_step = max(incident.last_step, step)
-        elif step > incident.last_step:
-            incident.beyond.setdefault(rank, t)
-            if incident.beyond.keys() >= self._steps.keys():
-                incident.over_at = max(incident.beyond.values())
-                self._signs.clear()
+        incident.stepped(rank, step, t, self._steps)
+        if incident.over_at is not None:
+            self._signs.clear()

@@ -70,7 +70,7 @@ def test_timeline_failure_tells_source_of_the_victims_and_longest_phases(timelin
     lines = timeline.add([step(103.0, 0, 5), step(103.0, 1, 5)])
     (failure,) = timeline.failures
     assert (failure.source, failure.num_bytes, failure.steps_lost) == ("buddy", 700, 2)
-    assert failure.phases == {"abort": 0.2, "pull": 0.3}
+    assert failure.longest_phases() == {"abort": 0.2, "pull": 0.3}
     assert any("survivors kept their processes: 0 (50)" in line for line in lines)
 
 
