@@ -60,7 +60,9 @@ def add_run(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
 def add_network(parser: argparse.ArgumentParser) -> None:
     """How members find and reach each other."""
     net = parser.add_argument_group("the network")
-    net.add_argument("--contacts", default="", metavar="LIST", help="host:port,... of nodes to ask; any one suffices")
+    net.add_argument(
+        "--contacts", default="", metavar="LIST", help="of nodes to ask: host:port,..., slurm:PORT or dir:PATH"
+    )
     net.add_argument("--bind", metavar="HOST:PORT", help="where this process listens (any port on loopback)")
     net.add_argument("--iface", metavar="NAME", help="the network interface whose address others are told")
     net.add_argument("--advertise", metavar="HOST:PORT", help="how others reach this node, if not at --bind")

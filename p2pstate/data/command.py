@@ -21,15 +21,21 @@ def add_commands(commands: Any) -> None:
     packer = actions.add_parser(
         "pack",
         help="tokenize text (a document per file) or JSON lines (a document per line) into a token file",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Tokenize text (a document per file) or JSON lines (a document per line) into a token file, which "
+        "p2pstate.data.MmapTokens opens in place.",
     )
     packer.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="text files, or .jsonl and .ndjson files")
     packer.add_argument("--output", required=True, type=Path, metavar="FILE.bin", help="the token file")
     packer.add_argument(
-        "--tokenizer", default="p2pstate.data.pack:bytes_of", metavar="MODULE:FUNCTION", help="string to integers"
+        "--tokenizer",
+        default="p2pstate.data.pack:bytes_of",
+        metavar="MODULE:FUNCTION",
+        help="string to integers (default: its bytes)",
     )
-    packer.add_argument("--dtype", default="uint16", help="uint8, uint16 or uint32")
-    packer.add_argument("--field", default="text", metavar="NAME", help="of a JSON object, which holds the text")
+    packer.add_argument("--dtype", default="uint16", help="uint8, uint16 or uint32 (default: uint16)")
+    packer.add_argument(
+        "--field", default="text", metavar="NAME", help="of a JSON object, which holds the text (default: text)"
+    )
     packer.add_argument("--end-token", type=int, metavar="N", help="a token put behind each document")
     data.set_defaults(run=run_command)
 

@@ -29,7 +29,7 @@ def add_commands(commands: Any) -> None:
     top = commands.add_parser("top", description="Watch a run in the terminal.")
     top.add_argument("url", metavar="URL", help="of any node's page (p2prun --http), such as http://127.0.0.1:8600/")
     top.add_argument("--token-file", metavar="FILE", help="what the page's --http-token-file holds")
-    top.add_argument("--interval", type=float, default=1.0, metavar="S", help="(default: 1)")
+    top.add_argument("--interval", type=float, default=1.0, metavar="S", help="between two looks (default: 1)")
     top.add_argument("--once", action="store_true", help="print it once, and end")
     top.set_defaults(run=run_command)
 
