@@ -7,6 +7,7 @@ node, 77 state lost, 78 bad configuration.
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import os
 import signal
 import socket
@@ -117,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         "with the same arguments except --name and --bind; surplus nodes become spares.",
         formatter_class=HelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"p2prun {importlib.metadata.version('p2pstate')}")
     run = add_run(parser)
     run.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="workers per node")
     run.add_argument("--run-dir", metavar="DIR", help="where events and logs go (one file per node)")
