@@ -12,6 +12,7 @@ Limits: workers are found by a variable in their environment, so one that clears
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import select
 import signal
@@ -296,10 +297,11 @@ def open_node(config: Config, binds: Sequence[str], launcher: Channel, launcher_
 
 def claim_name(run_id: str, host: str) -> tuple[str, socket.socket]:
     """A name that no other live agent of this run has on this host, the same after a restart; and what holds it."""
+    digest = hashlib.blake2b(f"{run_id}\0{host}".encode(), digest_size=16).hexdigest()
     for slot in range(_MAX_SLOTS):
         holder = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            holder.bind(f"\0p2pstate-name-{run_id}-{host}-{slot}"[:107])
+            holder.bind(f"\0p2pstate-name-{digest}-{slot}")
         except OSError:
             holder.close()
             continue

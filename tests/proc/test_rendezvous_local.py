@@ -145,11 +145,12 @@ def test_processes_are_ended_by_their_mark_and_others_are_left() -> None:
             process.stdout.close()
 
 
-def test_name_on_a_host_is_unique_while_held_and_the_same_after_a_restart() -> None:
-    (first, one), (second, two) = claim_name("run-of-names", "host"), claim_name("run-of-names", "host")
+@pytest.mark.parametrize("run_id", ["run-of-names", "r" * 200, "ü" * 100])
+def test_name_on_a_host_is_unique_while_held_and_the_same_after_a_restart(run_id: str) -> None:
+    (first, one), (second, two) = claim_name(run_id, "host"), claim_name(run_id, "host")
     assert (first, second) == ("host", "host.1")
     one.close()
-    again, three = claim_name("run-of-names", "host")
+    again, three = claim_name(run_id, "host")
     assert again == "host"
     two.close()
     three.close()
