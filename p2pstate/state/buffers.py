@@ -1,11 +1,11 @@
-"""Buffers that come, go and change their shape while a model is trained.
+"""Buffers that come, go and change their shape while a model is trained; parameters that change shape or dtype.
 
-In: models, captured tensors by leaf name. Out: the names of buffers that are not as they were when the model was built,
+In: models, captured tensors by leaf name. Out: the names of tensors that are not as they were when the model was built,
 and for a restore what has to be put in their place.
-Invariant: only a buffer that has changed since its model was built, here or on the owner, may differ from what was
+Invariant: only a tensor that has changed since its model was built, here or on the owner, may differ from what was
 captured; of any other a difference means that two ranks have built different models, and is an error elsewhere.
-Known limits: a buffer that is a tensor subclass or quantised has to keep its shape; one that is registered here by a
-restore is persistent.
+Known limits: a tensor that is a subclass or quantised has to keep its shape; a buffer that is registered here by a
+restore is persistent; a parameter that was not there when the model was built is not registered by a restore.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import nn
 from p2pstate.state.leaves import is_plain
 from p2pstate.state.naming import ModelNames
 
-__all__ = ["BufferShapes", "Refit"]
+__all__ = ["BufferShapes", "ParameterRefit", "Refit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,27 +52,57 @@ class Refit:
             self.module._buffers[self.key] = fresh
 
 
+@dataclass(frozen=True, slots=True)
+class ParameterRefit:
+    """One parameter, and the captured value that does not fit into it."""
+
+    name: str
+    parameter: nn.Parameter
+    value: torch.Tensor
+
+    def apply(self) -> None:
+        """The same object, for optimizers hold it; a gradient would not fit any more."""
+        self.parameter.grad = None
+        self.parameter.data = self.value.detach().to(
+            self.parameter.device, copy=True, memory_format=torch.contiguous_format
+        )
+
+
 class BufferShapes:
-    """Remembers shapes and dtypes of all buffers as they are when this is made."""
+    """Remembers shapes and dtypes of all buffers and parameters as they are when this is made."""
 
     def __init__(self, models: Sequence[ModelNames]) -> None:
         self._models = models
         self._built = {name: _kind(buffer) for model in models for name, _, _, buffer in model.buffers()}
+        self._parameters = {name: _kind(parameter) for name, parameter in self._live_parameters()}
         self._inherited: frozenset[str] = frozenset()
 
     def changed(self) -> list[str]:
-        """Names of buffers that have changed since then, in this process or in the one that was restored from."""
+        """Names of those that have changed since then, in this process or in the one that was restored from."""
         now = {name: _kind(buffer) for model in self._models for name, _, _, buffer in model.buffers()}
-        if now == self._built and not self._inherited:
+        built = self._parameters
+        parameters = [n for n, p in self._live_parameters() if n in built and _kind(p) != built[n]]
+        if now == self._built and not self._inherited and not parameters:
             return []
         names = now.keys() | self._built.keys()
-        return sorted(self._inherited | {n for n in names if now.get(n) != self._built.get(n)})
+        return sorted({*self._inherited, *parameters, *(n for n in names if now.get(n) != self._built.get(n))})
 
-    def plan(self, tensors: Mapping[str, torch.Tensor], changed_on_owner: Iterable[str]) -> list[Refit]:
+    def _live_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for name, tensor, _ in (each for model in self._models for each in model.tensors()):
+            if isinstance(tensor, nn.Parameter) and is_plain(tensor) and not tensor.is_quantized:
+                yield name, tensor
+
+    def plan(
+        self, tensors: Mapping[str, torch.Tensor], changed_on_owner: Iterable[str]
+    ) -> list[Refit | ParameterRefit]:
         """What does not fit and may be made to fit; writes nothing."""
         on_owner = frozenset(changed_on_owner)
         flexible = {*self.changed(), *on_owner}
-        refits = list(self._missing(tensors, on_owner))
+        refits: list[Refit | ParameterRefit] = [*self._missing(tensors, on_owner)]
+        for name, parameter in self._live_parameters():
+            captured = tensors.get(name) if name in flexible else None
+            if captured is not None and _kind(parameter) != _kind(captured):
+                refits.append(ParameterRefit(name, parameter, captured))
         for name, module, key, buffer in (item for model in self._models for item in model.buffers()):
             value = tensors.get(name)
             plain = buffer is None or (is_plain(buffer) and not buffer.is_quantized)

@@ -310,6 +310,35 @@ def test_restore_of_a_buffer_that_the_model_registers_in_training_goes_forward_a
         assert_same(image_of(state), after)
 
 
+def test_restore_of_parameters_that_change_dtype_or_shape_in_training_goes_forward_and_back() -> None:
+    def job() -> tuple[nn.Linear, torch.optim.Optimizer, TrainingState]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        return model, optimizer, TrainingState([model], [optimizer], {}, rng=False)
+
+    jobs = [job(), job()]
+    owner, optimizer, state = jobs[0]
+    images = [image_of(state)]
+    owner.bfloat16()
+    images.append(image_of(state))
+    owner.weight.data, owner.bias.data = torch.ones(3, 2), torch.ones(3)  # a third output
+    owner(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    images.append(image_of(state))
+    wanted = [("torch.float32", 2), ("torch.bfloat16", 2), ("torch.float32", 3)]
+    for model, optimizer, state in jobs:
+        parameters = [*map(id, model.parameters())]
+        for at in (1, 0, 2, 1, 2):
+            restore(state, images[at])
+            assert [*map(id, model.parameters())] == parameters
+            assert (str(model.weight.dtype), len(model.weight)) == wanted[at]
+            found = image_of(state)
+            assert found.layout.table() == images[at].layout.table()
+            assert all(bits(tensor) == bits(images[at].tensors[name]) for name, tensor in found.tensors.items())
+            model(torch.ones(1, 2, dtype=model.weight.dtype)).sum().backward()
+            optimizer.step()
+
+
 def test_restore_of_a_buffer_that_was_built_with_another_shape_is_refused() -> None:
     model = Lazy()
     image = image_of(simple(model))
