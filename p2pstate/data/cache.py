@@ -99,7 +99,7 @@ class CachedFiles:
             self._tell(
                 "no room", f"no copy is kept of {identity.url}: {error}. It is read from its source; training goes on"
             )
-            return _Direct(remote, identity)
+            return _Direct(self, remote, identity)
         source = _Cached(self, remote, copy)
         if whole and not copy.is_complete():
             self._ask(identity, min(self._num_threads, copy.num_chunks))
@@ -200,12 +200,20 @@ class CachedFiles:
     def _forget(self, identity: Identity) -> None:
         self._known_files.pop(identity.url, None)
 
+    def _read(self, remote: Remote, identity: Identity, start: int, end: int) -> bytes:
+        """From the source. A file that turns out to be another one is asked for anew by whoever opens it next."""
+        try:
+            return remote.read(start, end)
+        except DataChanged:
+            self._forget(identity)
+            raise
+
 
 class _Direct:
     """Without a copy."""
 
-    def __init__(self, remote: Remote, identity: Identity) -> None:
-        self._remote, self._identity = remote, identity
+    def __init__(self, files: CachedFiles, remote: Remote, identity: Identity) -> None:
+        self._files, self._remote, self._identity = files, remote, identity
         self.num_bytes = identity.num_bytes
         self.stamp = (identity.num_bytes, identity.mark)
 
@@ -215,7 +223,7 @@ class _Direct:
     def read(self, start: int, end: int) -> bytes:
         count("cache_misses")
         count("fetched_bytes", end - start)
-        return self._remote.read(start, end)
+        return self._files._read(self._remote, self._identity, start, end)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -249,7 +257,7 @@ class _Cached:
             if all(self._wait_for(chunk) for chunk in chunks) and (data := copy.read(start, end)) is not None:
                 return data
         count("fetched_bytes", end - start)
-        return self._remote.read(start, end)
+        return self._files._read(self._remote, copy.identity, start, end)
 
     def fetch(self, chunk: int) -> bool:
         """Fetch a chunk if nobody else does. False: somebody is at it. NoRoomError: it cannot be stored."""
@@ -257,7 +265,7 @@ class _Cached:
         with copy.claim(chunk) as mine:
             if not mine:
                 return copy.has(chunk)
-            data = self._remote.read(*copy.bounds(chunk))
+            data = self._files._read(self._remote, copy.identity, *copy.bounds(chunk))
             count("fetched_bytes", len(data))
             copy.put(chunk, data)
         self._check()

@@ -191,7 +191,8 @@ def test_cached_file_replaced_while_it_is_fetched_is_an_error_with_its_name(tmp_
     for replacement in (content(2), content(2, size=CHUNK)):
         url = put("counted://a", content(1))
         source.num_allowed.value = source.num_reads.value + 2  # this thread's and one in the background
-        opened = cache(tmp_path, num_threads=1).source(url)
+        files = cache(tmp_path, num_threads=1)
+        opened = files.source(url)
         opened.read(0, 10)
         put(url, replacement)
         source.num_allowed.value = MANY
@@ -199,7 +200,7 @@ def test_cached_file_replaced_while_it_is_fetched_is_an_error_with_its_name(tmp_
             opened.read(0, SIZE)
         opened.close()
         settle()
-        assert cache(tmp_path).read(url) == replacement
+        assert files.read(url) == replacement, "whoever begins again in this process gets it"
         settle()
 
 
