@@ -19,6 +19,7 @@ from p2pstate.agent.describing import version_of
 from p2pstate.agent.events import EventLog
 from p2pstate.observe.metrics import exposition
 from rendezvous.node import Node, Timer
+from rendezvous.plain import count_from, list_from
 from rendezvous.types import MemberKey, Role
 
 if TYPE_CHECKING:
@@ -107,10 +108,10 @@ class Gatherer:
     def heard(self, sender: MemberKey, kind: str, body: Any) -> None:
         """``look``: somebody asks; ``seen``: somebody answers. Raises ValueError for nonsense."""
         if kind == "look":
-            self._node.send(sender, "seen", [int(body), self.snapshot()])
+            self._node.send(sender, "seen", [count_from(body, "a number"), self.snapshot()])
             return
-        number, answer = body
-        if number in self._answers and isinstance(answer, dict):
+        number, answer = list_from(body, kind, 2)
+        if count_from(number, "a number") in self._answers and isinstance(answer, dict):
             self._answers[number][0][sender.name] = answer
             self._finish_if_complete(number)
 

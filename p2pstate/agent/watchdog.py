@@ -251,8 +251,9 @@ class Watchdog(Generic[Held]):
             if round_ == self._round and self._case is not None and number == self._case.number:
                 self._heard(count_from(place, "a place"), [Evidence.unpack(raw) for raw in list_from(packed, kind)])
         elif kind == "hung":
-            round_, rank, pid, count, sentence = list_from(body, kind, 5)
+            round_, *numbers, sentence = list_from(body, kind, 5)
             if round_ == self._round:
+                rank, pid, count = (count_from(number, "a number") for number in numbers)
                 self._act(Fault(rank, pid, count, text_from(sentence, "a reason")))
 
     def _heard(self, place: int, evidence: Sequence[Evidence]) -> None:

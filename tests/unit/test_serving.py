@@ -130,6 +130,15 @@ def test_gatherer_waits_for_every_live_node_and_no_longer() -> None:
     assert not node.timers
 
 
+@pytest.mark.parametrize(
+    ("kind", "body"), [("look", float("inf")), ("look", [1]), ("seen", 5), ("seen", [[], {}]), ("seen", [1, {}, 2])]
+)
+def test_gatherer_refuses_nonsense_of_other_nodes(kind: str, body: Any) -> None:
+    gatherer = Gatherer(ManualNode(), dict)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="must be"):
+        gatherer.heard(MemberKey("n1", 1), kind, body)
+
+
 def test_gatherer_tells_what_it_has_when_a_node_does_not_answer() -> None:
     node: Any = ManualNode()
     gatherer = Gatherer(node, lambda: {"of": "n0"})
