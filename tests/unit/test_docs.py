@@ -36,7 +36,7 @@ FOREIGN = {
     "kubectl": {"--for", "--from-file", "--timeout"},
     "srun": {"--cpu-bind", "--kill-on-bad-exit", "--no-kill", "--wait"},
     "sbatch": {"--gpus-per-node", "--nodes", "--no-kill", "--signal"},
-    "torchrun": {"--max-restarts", "--nnodes", "--nproc-per-node", "--standalone"}
+    "torchrun": {"--max-restarts", "--monitor-interval", "--nnodes", "--nproc-per-node", "--standalone"}
     | {f"--rdzv-{name}" for name in ("backend", "conf", "endpoint", "id")},
     "accelerate launch": {"--machine_rank", "--main_process_ip", "--max_restarts", "--multi_gpu", "--rdzv_backend"}
     | {"--num_machines", "--num_processes", "--rdzv_conf"},
