@@ -108,7 +108,8 @@ class Gatherer:
     def heard(self, sender: MemberKey, kind: str, body: Any) -> None:
         """``look``: somebody asks; ``seen``: somebody answers. Raises ValueError for nonsense."""
         if kind == "look":
-            self._node.send(sender, "seen", [count_from(body, "a number"), self.snapshot()])
+            asked = count_from(body, "a number")
+            self._node.send(sender, "seen", [asked, self.snapshot()])
             return
         number, answer = list_from(body, kind, 2)
         if count_from(number, "a number") in self._answers and isinstance(answer, dict):
