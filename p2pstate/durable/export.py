@@ -55,6 +55,7 @@ def read_weights(found: Found, rank: int | None = None) -> dict[str, torch.Tenso
 def export_weights(found: Found, target: Path, rank: int | None = None) -> tuple[int, int]:
     """Write ``target``; returns (number of tensors, bytes). Raises ImportError, OSError, ValueError."""
     try:
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
     except ImportError as error:
         raise ImportError("export needs the package safetensors: pip install 'p2pstate[export]'") from error
@@ -66,6 +67,12 @@ def export_weights(found: Found, target: Path, rank: int | None = None) -> tuple
         raise ValueError(f"{target}: name a file in a folder that exists")
     tensors = read_weights(found, rank)
     partial = target.with_name(target.name + ".partial")
-    save_file(tensors, partial, metadata={"format": "pt", "step": str(found.manifest.version.step)})
+    try:
+        save_file(tensors, partial, metadata={"format": "pt", "step": str(found.manifest.version.step)})
+    except SafetensorError as error:
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{target} cannot be written: {error}") from error
+    except KeyError as error:
+        raise ValueError(f"safetensors cannot hold tensors of type {error}") from error
     os.replace(partial, target)
     return len(tensors), target.stat().st_size

@@ -91,6 +91,13 @@ def test_mistake_is_said_in_one_sentence(
     assert sentence in capsys.readouterr().err
 
 
+def test_export_to_where_no_file_can_be_written_is_said_in_one_sentence(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(root), "/proc/weights.safetensors"]) == 1
+    assert "p2pstate export: /proc/weights.safetensors cannot be written: " in capsys.readouterr().err
+
+
 def test_export_writes_whole_weights_under_their_own_names(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
