@@ -1,4 +1,4 @@
-"""The division of shared leaves is complete, balanced and the same everywhere."""
+"""What counts as held elsewhere; the division of shared leaves is complete, balanced and the same everywhere."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from p2pstate.redundancy import divide
+from p2pstate.redundancy import divide, is_held_elsewhere
 
 SPECS = st.dictionaries(st.text(max_size=4), st.integers(0, 1 << 40), max_size=40).map(lambda d: list(d.items()))
 
@@ -49,3 +49,23 @@ def test_divide_table_of_cases(specs: list[tuple[str, int]], num_parts: int, par
 def test_divide_of_nonsense_is_refused(specs: list[tuple[str, int]], num_parts: int, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         divide(specs, num_parts)
+
+
+TWO_NODES, ONE_NODE = (0, 0, 1, 1), (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("holders", "places", "expected"),
+    [
+        ((0,), TWO_NODES, False),
+        ((0, 1), TWO_NODES, False),  # they die together
+        ((0, 2), TWO_NODES, True),
+        ((0, 1, 2, 3), TWO_NODES, True),
+        ((0,), ONE_NODE, False),
+        ((0, 1), ONE_NODE, True),  # against the death of a process, which is all that is to be had there
+    ],
+)
+def test_bytes_are_held_elsewhere_if_no_node_takes_all_of_their_holders(
+    holders: tuple[int, ...], places: tuple[int, ...], expected: bool
+) -> None:
+    assert is_held_elsewhere(holders, places) is expected
