@@ -287,7 +287,6 @@ class Protection:
         if self._on_card is not None:
             self._on_card.wait_while_busy(self._shipper.wait)  # this step goes on there meanwhile
         arrived = self._shipper.wait(0)
-        self.stats.num_in_time += arrived and self._captured_since_vote
         if self._captured_since_vote:
             self._vote_s.append(time.monotonic() - self._capture_began)
         self._captured_since_vote = False

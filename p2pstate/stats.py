@@ -30,7 +30,6 @@ class ProtectionStats:
     every: int = 1
     num_captured: int = 0
     num_skipped: int = 0
-    num_in_time: int = 0  # versions that were complete in both places before the next step's vote, without waiting
     num_shipped_bytes: int = 0
     num_own_bytes: int = 0  # of the newest version: what only this rank has
     num_shared_bytes: int = 0  # of the newest version: this rank's piece of what several ranks have
