@@ -121,6 +121,8 @@ def _incidents(history: History) -> str:
     largest = max((sum(phases.values()) for _, phases, _ in drawn), default=0.0)
     head = ("", "after", "what", "why", "ranks replaced", "state from", "sent", "steps lost", "took", "protected again")
     colours = {PHASES.get(name, name): colour for name, colour in svg.PHASE_COLOURS.items()}
+    of_other_releases = {name: svg.COLOURS["other"] for _, phases, _ in drawn for name in phases if name not in colours}
+    colours |= of_other_releases
     return _table(head, rows) + _scroll(svg.bars(drawn, largest, colours))
 
 

@@ -175,6 +175,12 @@ def test_page_is_well_formed_needs_nothing_from_elsewhere_and_tells_the_story(hi
     assert len(root.findall(".//svg")) >= 4
 
 
+def test_page_shows_phases_that_this_release_does_not_know() -> None:
+    of_later = recovery(106, "n1", 1, "own vault", 0, 1, {"teleport": 0.4})
+    later = [of_later if each["event"] == "recovery" else each for each in run_events()]
+    assert "teleport: 0.400 s" in as_html(make_history(later), "Run")
+
+
 def test_page_escapes_what_the_run_wrote() -> None:
     page = as_html(make_history(run_events(reason="<script>alert(1)</script> & co")), "<b>")
     assert "<script>" not in page
