@@ -188,7 +188,7 @@ def _listen(path: str, ready: Callable[[], None] = lambda: None) -> None:
     listener.bind(socket_name(path))
     listener.listen(64)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    print("ready", flush=True)
+    os.write(1, b"ready\n")  # at once: whoever has read of it closes the pipe
     ready()
     while True:
         readable, _, _ = select.select([listener, sys.stdin], [], [])
