@@ -67,6 +67,7 @@ class Simulation:
         self._answer: FenceAnswer | None = None
         self._ambush = ""
         self._strikes: list[str] = []
+        self._is_calm = False
         self.num_events = 0
         self.nodes: dict[str, SimulatedNode] = {}
         self.dead: list[SimulatedNode] = []
@@ -93,6 +94,7 @@ class Simulation:
         self._network.loss = 0.0
         self._ambush = ""
         self._strikes.clear()
+        self._is_calm = True
         for name in self.nodes:
             self._resume(name)
 
@@ -159,6 +161,8 @@ class Simulation:
 
     def _strike(self, kind: str, proposer: SimulatedNode) -> None:
         """Hit a decision while it is being made; if it was made meanwhile, wait for the next one."""
+        if self._is_calm:
+            return
         if not any(node.core.agreement.proposal is not None for node in self.live()):
             self._strikes.append(kind)
             return

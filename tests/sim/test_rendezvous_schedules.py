@@ -125,6 +125,12 @@ def test_partitions_and_crashes_while_views_are_decided_keep_every_invariant() -
     assert {"evicted", *(f"member {change}" for change in changes)} <= set(coverage)
 
 
+def test_fault_that_waits_for_a_decision_does_not_come_in_the_calm() -> None:
+    """In these schedules it was on its way when the calm began, and nobody would have ended it."""
+    for seed in (3002433, 3002480, 3002611):
+        assert not run_deciding_seed(seed).hit_decisions
+
+
 def run_fencing_seed(seed: int) -> Simulation:
     """Two to six members; some fall silent, are assumed dead, and come back."""
     rng = random.Random(f"fencing {seed}")
