@@ -122,14 +122,16 @@ Layout, from the top down (a file imports only what stands above it):
     hooks.py                what all ranks do between steps
     protection.py           what is captured when, and kept
     resume.py               a checkpoint -> the live state
+    feed.py                 the batches
     joined.py               how the joining of a round ends
+    loops.py                pure: which of a script's training loops is resumed
     recover_disk.py         a round that resumes a checkpoint
     recover.py              a round -> the same version everywhere
     rounds.py               from one round to the next
     stepping.py             when optimizers step
     reports.py              what a rank tells of its steps
     loop_end.py             all ranks leave at one step
-    feed.py                 the batches
+    counting.py             steps, where several loops follow each other
     steps.py                the loop
     replicator.py           the public object
     restart.py              a function that is run again, without replication

@@ -21,12 +21,13 @@ class _Owner(Protocol):
 
 
 class StepBlock:
-    """``number`` counts from 1; ``where`` names the user's line."""
+    """``number`` counts from 1, ``step`` through all training loops of the script; ``where`` names the user's line."""
 
-    def __init__(self, owner: _Owner, number: int, where: str) -> None:
+    def __init__(self, owner: _Owner, number: int, where: str, num_before: int = 0) -> None:
         self._owner = owner
         self.where = where
         self.number = number
+        self.step = num_before + number
         self.committed = False
         self.again = False  # committed before in this process, and done again after a fault
         self.boundary = False  # an optimizer was stepped, or a loss scaler declined to

@@ -13,34 +13,34 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from p2pstate.errors import ConfigError
 from p2pstate.state import rng as random_streams
+from p2pstate.types import LoopEnds
 
-__all__ = ["ONE_LOOP", "Feed", "LoopPosition"]
-
-ONE_LOOP = (
-    "a process that replaces a dead one, or is started again, begins with the first loop over state.run() or "
-    "state.batches(). Make one loop of them: give the epochs to the loader (p2pstate.data.Loader(..., epochs=N)) and "
-    "what comes between them to state.every(n, function)"
-)
+__all__ = ["Feed", "LoopPosition"]
 
 
 class LoopPosition:
     """Part of the captured state: whether the data was being iterated, that is, whether ``iter(data)`` is behind us,
-    how many batches were taken in all, and in which of the process's loops."""
+    how many batches were taken in all, and which training loops of the script had ended before."""
 
     def __init__(self) -> None:
         self.iterating = False
         self.num_batches = 0
-        self.loop = 1
+        self.ends = LoopEnds()
 
-    def state_dict(self) -> dict[str, int]:
-        return {"iterating": self.iterating, "num_batches": self.num_batches, "loop": self.loop}
+    def state_dict(self) -> dict[str, Any]:
+        ends = [self.ends.num, *self.ends.steps]
+        return {"iterating": self.iterating, "num_batches": self.num_batches, "ends": ends}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.iterating = bool(state["iterating"])
         self.num_batches = state.get("num_batches", 0)  # versions before 0.1 had none
-        self.loop = state.get("loop", 1)
+
+    @staticmethod
+    def ends_in(state: dict[str, Any], since: int) -> LoopEnds:
+        """Of a captured position that was read in round ``since``."""
+        num, *steps = state.get("ends", [0])
+        return LoopEnds(since, num, tuple(steps))
 
 
 class Feed:
@@ -48,7 +48,7 @@ class Feed:
         self._data = data
         self._position = position
         self._iterator: Iterator[Any] | None = None
-        self._num_loops = 0
+        self._ahead: tuple[Any, ...] | None = None  # taken by look_for_end
 
     def check(self, train_step: Callable[..., Any]) -> None:
         """Raises ValueError if it cannot be called with what `next` returns."""
@@ -67,25 +67,35 @@ class Feed:
 
     def next(self) -> tuple[Any, ...]:
         """The next batch, as arguments of train_step. Raises StopIteration when the data ends."""
-        batch: tuple[Any, ...] = ()
-        if self._data is not None:
-            if self._iterator is None:
-                self._iterator = iter(self._data)
-                self._position.iterating = True
-            batch = (next(self._iterator),)
+        batch, self._ahead = self._ahead, None
+        if batch is None:
+            batch = self._take()
         self._position.num_batches += 1
         return batch
+
+    def _take(self) -> tuple[Any, ...]:
+        if self._data is None:
+            return ()
+        if self._iterator is None:
+            self._iterator = iter(self._data)
+            self._position.iterating = True
+        return (next(self._iterator),)
+
+    def look_for_end(self) -> None:
+        """The loop is over, because the data of some rank ended: if this one's has as well, its pass ends here."""
+        try:
+            self._ahead = self._take()
+        except StopIteration:
+            self.ended()
 
     @property
     def num_batches(self) -> int:
         """How many were taken in all, up to the restored position and since."""
         return self._position.num_batches
 
-    def begin_loop(self) -> int:
-        """-> how many this process has begun."""
-        self._num_loops += 1
-        self._position.loop = self._num_loops
-        return self._num_loops
+    def begin_loop(self, ends: LoopEnds) -> None:
+        """``ends``: of the loops before this one."""
+        self._position.ends = ends
 
     def skip_to(self, num_batches: int) -> None:
         """Take batches, which nobody is trained with, until so many were taken in all, or the data ends."""
@@ -97,18 +107,16 @@ class Feed:
 
     def ended(self) -> None:
         """The data ended here: the next batch begins a new pass over it."""
-        self._iterator = None
+        self._iterator = self._ahead = None
         self._position.iterating = False
 
     def drop(self) -> None:
         """The state is about to be replaced: nothing of the current pass is used any more."""
-        self._iterator = None
+        self._iterator = self._ahead = None
 
     def resume(self) -> None:
         """After a restore: iterate again, at the restored position. Some loaders draw a seed when they are asked to
-        iterate; the undisturbed run has drawn it before, so the random streams are put back. Raises ConfigError."""
-        if self._position.loop != self._num_loops:
-            raise ConfigError(f"loop {self._position.loop} cannot be resumed in loop {self._num_loops}: {ONE_LOOP}")
+        iterate; the undisturbed run has drawn it before, so the random streams are put back."""
         self._iterator = None
         if self._data is not None and self._position.iterating:
             with random_streams.kept():

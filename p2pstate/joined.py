@@ -20,9 +20,9 @@ from p2pstate.groups.registry import Registry
 from p2pstate.groups.waiting import wait_collective
 from p2pstate.observe.meter import METER
 from p2pstate.plan_recovery import StartOver
-from p2pstate.types import Version
+from p2pstate.types import LoopEnds, Version
 
-__all__ = ["ROUND_FAILED", "Joined", "LostError", "MustStartOver", "Phases", "all_done"]
+__all__ = ["ROUND_FAILED", "Joined", "LostError", "MustStartOver", "OtherLoop", "Phases", "all_done"]
 
 ROUND_FAILED = (Retryable, DistStoreError, RuntimeError)  # what recover.join raises when another round has to be joined
 
@@ -37,6 +37,15 @@ class MustStartOver(Retryable):
     def __init__(self, decision: StartOver) -> None:
         super().__init__(decision.reason)
         self.decision = decision
+
+
+class OtherLoop(Retryable):
+    """The state to resume is of a later training loop of the script: go there first. ``together``: all ranks do, over
+    the connections of this round."""
+
+    def __init__(self, loop: int, ends: LoopEnds, *, together: bool = False) -> None:
+        super().__init__(f"the others are in training loop {loop}")
+        self.loop, self.ends, self.together = loop, ends, together
 
 
 @dataclass(slots=True)
@@ -66,7 +75,8 @@ class Joined:
     source: str
     num_bytes: int
     reason: str
-    end_step: int | None  # all ranks end here, because the data of one did
+    end_step: int | None  # all ranks end here, because the data of one did, or all had left here
+    ends: LoopEnds  # of the loops before
     lean: bool = False
     sizes_of_all: list[tuple[int, int]] = field(default_factory=list)  # see Asked
     replicas: list[Any] = field(default_factory=list)  # of each survivor

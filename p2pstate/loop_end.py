@@ -18,6 +18,7 @@ from p2pstate.observe.meter import METER
 from p2pstate.protection import Protection
 from p2pstate.stepping import Stepping
 from p2pstate.trace import Doing
+from p2pstate.types import Version
 from p2pstate.worker.context import WorkerContext
 
 __all__ = ["LoopEnd"]
@@ -49,8 +50,13 @@ class LoopEnd:
         limits = [limit for limit in (steps, self.agreed_step) if limit is not None]
         return bool(limits) and step >= min(limits)
 
-    def finish(self, epoch: int, step: int, timeout_s: float | None = None) -> bool:
-        """All ranks have committed the last step: protect it, agree, and leave. False: a fault came first."""
+    def is_by_data(self, steps: int | None) -> bool:
+        """Whether what all ranks have agreed on comes before ``steps``."""
+        return self.agreed_step is not None and (steps is None or self.agreed_step < steps)
+
+    def finish(self, epoch: int, step: int, timeout_s: float | None = None, *, left: bool = False) -> bool:
+        """All ranks have committed the last step: protect it, agree, and leave. ``left``: the user's code did, by break
+        or return. False: a fault came first."""
         if STATUS.error is not None:
             return False
         STATUS.trace.do(Doing.ENDING)
@@ -63,10 +69,10 @@ class LoopEnd:
         self.data_ended_at, self.agreed_step = -1, None
         if step == 0 and self._stepping.num_open_blocks:
             self._stepping.warn_of_open_blocks()
-        self._context.end_loop()
+        self._protection.loop_ended(Version(epoch, step), voted)
+        self._context.end_loop(step, left=left)
         STATUS.loud = True
         METER.enter("shutdown")
-        self._context.link.send("loop_done", step=step)
         return True
 
     def data_ended(self, epoch: int, step: int) -> bool:

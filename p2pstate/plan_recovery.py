@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
+from typing import Any
 
-from p2pstate.types import Part, RoundInfo, SlotRecord, Start, Version
+from p2pstate.types import NO_ENDS, LoopEnds, Part, RoundInfo, SlotRecord, Start, Version
 from p2pstate.versions import version_to_keep
 
 __all__ = ["Fetch", "Lineage", "Plan", "RankReport", "StartOver", "StateLost", "plan_recovery", "why_unsettled"]
@@ -37,6 +38,16 @@ class RankReport:
     wrappers: bytes = b""  # how far each wrapper has come that changes its collectives (see rehearsal.py)
     spoilt_step: int = 0  # its gradients were no numbers, and all go back behind it; 0: they were
     num_batches: int = 0  # that its loop has taken until then
+    loop: int = 1  # in which of the script's training loops it is
+    ends: LoopEnds = NO_ENDS  # of the loops before, as far as it knows
+
+    def pack(self) -> list[Any]:
+        return [*astuple(self)[:-1], self.ends.pack()]
+
+    @staticmethod
+    def unpack(raw: list[Any]) -> RankReport:
+        *plain, ends = raw
+        return replace(RankReport(*plain), ends=LoopEnds.unpack(ends))
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from torch._C._distributed_c10d import PrefixStore
 
@@ -103,6 +104,15 @@ class Protection:
     def begin(self) -> None:
         """A start from scratch: the initial state is the first version."""
         self._course = self._course.begun()
+
+    def follow(self, keep: Version | None) -> None:
+        """Another Replicator has trained before: its last state stays until a step of this one is protected."""
+        self._course = replace(self._course, kept=keep)
+
+    def loop_ended(self, version: Version, voted: Ballot) -> None:
+        """``version`` is the last one of a training loop."""
+        complete = Version(voted.protected_epoch, voted.protected_step)
+        self._context.kept = version if complete >= version == self._course.captured else self._course.kept
 
     def resumed(self, keep: Version, *, from_disk: bool = False) -> None:
         """The round resumed a version: ship it again at once, for the partners may be new; ``keep`` stays meanwhile."""

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import astuple, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
 import msgpack
 import torch
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from p2pstate.capture import is_image_of, read_image
 from p2pstate.errors import ConfigError, Retryable
@@ -26,6 +26,7 @@ from p2pstate.groups.registry import Registry
 from p2pstate.groups.transport import Incoming, Outgoing, Payload
 from p2pstate.groups.waiting import call
 from p2pstate.joined import Joined, LostError, MustStartOver, Phases, all_done
+from p2pstate.loops import check_meeting, check_version
 from p2pstate.plan_recovery import (
     Fetch,
     Lineage,
@@ -59,17 +60,21 @@ def join(
     join_timeout_s: float,
     connected: bool,
     disk: Disk | None = None,
+    num_moves: int = 0,
 ) -> Joined:
     """Bring this process into ``info``; ``connected``: its groups have this round's connections already; ``row`` shows
-    the agent what all ranks do together.
+    the agent what all ranks do together; ``num_moves``: how often all have moved on to another loop in this round.
 
     Raises MustStartOver when no version can be resumed in place, LostError when there is none any more, neither in
     memory nor on ``disk``, NotFinite when all go back behind a step and there is no checkpoint from before; ConfigError
-    in a newcomer that asks for other settings than those who are there; Retryable, DistStoreError or RuntimeError when
-    the round ends or a member fails meanwhile: join the next round then.
+    in a newcomer that asks for other settings than those who are there; OtherLoop where the version is of a training
+    loop that this process has yet to come to; Retryable, DistStoreError or RuntimeError when the round ends or a member
+    fails meanwhile: join the next round then.
     """
     assert registry.make_store is not None
     store = registry.make_store(info.epoch)
+    if num_moves:
+        store = PrefixStore(f"moved/{num_moves}", store)
 
     def is_over() -> bool:
         return link.is_aborted(info.epoch)
@@ -77,10 +82,12 @@ def join(
     row.begin(info.epoch)
     with phases.phase("spare"), row.inside("meet"):
         reports, lean, sizes_of_all, replicas = _meet(store, info, report, asked, join_timeout_s)
+    ends = max([info.ends, *(each.ends for each in reports.values())])
+    check_meeting(report, reports, ends)
     with phases.phase("groups"), row.inside("connect"):
         if not connected:
             registry.attach(call(lambda: registry.build(info.epoch), is_over, "connecting"))
-    on_disk = None if disk is None else DiskRecovery(disk, store, info, registry, state, reports, phases)
+    on_disk = None if disk is None else DiskRecovery(disk, store, info, registry, state, report, reports, phases)
     spoilt_step = max(each.spoilt_step for each in reports.values())
     if spoilt_step:
         assert on_disk is not None, "settings that ask for it name a directory"
@@ -91,6 +98,8 @@ def join(
     try:
         with row.inside("plan"):
             plan = _agree(store, info, link, report.rank, reports, asked.settings.copies - lean, slots, phases)
+        step = plan.version.step
+        check_version(report, reports, ends, ends.loop_of(step), step)
     except (LostError, MustStartOver) as error:
         if on_disk is None or (isinstance(error, MustStartOver) and error.decision.start != Start.FRESH):
             raise
@@ -116,7 +125,17 @@ def join(
         source = "buddy" if any(f.sender is not None and f.part.kind == "own" for f in mine) else "replicas"
     pulled = sum(fetch.num_bytes for fetch in mine if fetch.sender is not None)
     return Joined(
-        plan.version, plan.keep, plan.steps_lost, source, pulled, plan.reason, ended_at, lean, sizes_of_all, replicas
+        plan.version,
+        plan.keep,
+        plan.steps_lost,
+        source,
+        pulled,
+        plan.reason,
+        step if step in ends.left else ended_at,
+        ends.resumed(info.epoch, step),
+        lean,
+        sizes_of_all,
+        replicas,
     )
 
 
@@ -129,7 +148,7 @@ def _meet(
     were there know of leaves that are not alike (see Asked).
     """
     said = [asked.settings.pack(), asked.sizes, [asked.lean, asked.why_not_full], asked.replicas]
-    store.set(f"join/{report.rank}", msgpack.packb([astuple(report), *said]))
+    store.set(f"join/{report.rank}", msgpack.packb([report.pack(), *said]))
     keys = [f"join/{rank}" for rank in range(info.world_size)]
     store.wait(keys, timedelta(seconds=timeout_s))
     reports: dict[int, RankReport] = {}
@@ -138,7 +157,7 @@ def _meet(
         its, theirs, its_sizes, its_mode, its_replicas = msgpack.unpackb(store.get(key))
         modes.append(its_mode)
         sizes.append(tuple(its_sizes))
-        reports[rank] = RankReport(*its)
+        reports[rank] = RankReport.unpack(its)
         replicas += [] if reports[rank].newcomer else [its_replicas]
         try:
             asked.settings.check_same(report.rank, theirs, rank)

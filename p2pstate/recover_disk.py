@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from torch._C._distributed_c10d import Store
 
 from p2pstate.errors import NotFinite
+from p2pstate.feed import LoopPosition
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.status import STATUS
 from p2pstate.joined import Joined, LostError, MustStartOver, Phases, all_done
+from p2pstate.loops import check_version
 from p2pstate.plan_recovery import RankReport, StartOver, why_unsettled
 from p2pstate.resume import Disk
 from p2pstate.state import TrainingState
@@ -28,13 +30,15 @@ __all__ = ["DiskRecovery"]
 
 @dataclass(frozen=True, slots=True)
 class DiskRecovery:
-    """One rank's part in it. ``reports``: of all ranks. MustStartOver is raised where wrappers are not settled."""
+    """One rank's part in it. ``report``: its own; ``reports``: of all ranks. MustStartOver is raised where wrappers are
+    not settled, OtherLoop or MustStartOver where the checkpoint is of another training loop."""
 
     disk: Disk
     store: Store
     info: RoundInfo
     registry: Registry
     state: TrainingState
+    report: RankReport
     reports: Mapping[int, RankReport]
     phases: Phases
 
@@ -61,6 +65,9 @@ class DiskRecovery:
         if resolved.choice is None:
             seen = "; ".join(resolved.skipped) or "there is none yet"
             raise NotFinite(f"{why}, and no checkpoint from before can be used: {seen}")
+        began_after = self.report.ends.end_of(self.report.loop - 1)
+        if resolved.choice.step <= began_after:
+            raise NotFinite(f"{why}, and no checkpoint is of this training loop, which began after step {began_after}")
         joined = self._restore(resolved, f"{why}: back to {resolved.choice.path}")
         return replace(joined, num_batches=max(each.num_batches for each in self.reports.values() if each.spoilt_step))
 
@@ -73,9 +80,12 @@ class DiskRecovery:
             text = f"{unsettled}: all workers start again and resume from disk at step {choice.step}"
             raise MustStartOver(StartOver(Start.RESTART, text))
         with self.phases.phase("restore"):
-            version = self.disk.restore(resolved, self.state, self.info.world_size)
+            version, loaded = self.disk.load(resolved, self.state, self.info.world_size)
+            ends = LoopPosition.ends_in(loaded.values["objects"]["loop"], self.info.epoch)
+            check_version(self.report, self.reports, ends, ends.num + 1, version.step)
+            self.state.restore_decoded(loaded.tensors, loaded.values)
             all_done(self.registry, lambda: STATUS.error is not None)
         seen_step = max([self.info.progress, *(report.committed_step for report in self.reports.values())])
         reason = "; ".join([reason, *(f"skipped {each}" for each in resolved.skipped)])
         lost = max(0, seen_step - version.step)
-        return Joined(version, version, lost, "disk", choice.manifest.num_bytes, reason, None)
+        return Joined(version, version, lost, "disk", choice.manifest.num_bytes, reason, None, ends)

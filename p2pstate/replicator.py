@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from p2pstate.block import StepBlock
 from p2pstate.cards.card import CudaCard
+from p2pstate.counting import check_successor
 from p2pstate.description import Description, describe, leaf_groups
 from p2pstate.durable.remote import is_url, local_path
 from p2pstate.errors import ConfigError
@@ -159,6 +160,7 @@ class Replicator:
             raise ValueError(f"extra= takes a dictionary, not {type(extra).__name__}")
         self.extra: MutableMapping[str, Any] = {} if extra is None else extra
         objects["loop"] = position = LoopPosition()
+        check_successor(context, models, None if policy is None else policy.path)
         self._context = context
         self._state = state = TrainingState(models, optimizers, objects, extra=self.extra, rng=rng)
         _check_run(context, state, settings, recovery_timeout_s)
@@ -281,7 +283,7 @@ class Replicator:
     @property
     def committed_step(self) -> int:
         """The newest committed step."""
-        return self._loop.step
+        return self._loop.committed_step
 
     def finished(self) -> bool:
         """Wait until a card has done all it was given: whether the newest committed step stands.
@@ -307,11 +309,11 @@ def _check_run(context: WorkerContext, state: TrainingState, settings: Settings,
     """Whether the run is lean. Raises ConfigError when ranks ask for different things, or a node has not the memory."""
     need = memory_need(state, context.rank, context.places)
     context.sizes = need.sizes
+    context.num_meetings += 1
     if context.info is None:
         place = context.rank // context.num_local
         context.why_not_full = look_alone(context.places, place, settings, need, context.link.room())
         return
-    context.num_meetings += 1
     assert REGISTRY.make_store is not None
     store = PrefixStore(f"replicator/{context.num_meetings}", REGISTRY.make_store(context.info.epoch))
     room = context.link.room() if context.local_rank == 0 else None

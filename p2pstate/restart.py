@@ -111,7 +111,7 @@ class _Attempts(Generic[T]):
             while True:
                 ended, value = self._attempt()
                 if ended:
-                    self._link.send("loop_done", step=0)
+                    self._link.send("rerun_done")
                     return value  # type: ignore[return-value]
                 self._next_round()
         finally:

@@ -1,6 +1,6 @@
-"""When memory has no whole version: the newest good checkpoint, restored into the live state.
+"""When memory has no whole version: the newest good checkpoint, read for the live state.
 
-In: the plan that found nothing in memory. Out: the state of a checkpoint, the same one on all ranks, or none.
+In: the plan that found nothing in memory. Out: what is in a checkpoint, the same one on all ranks, or none.
 What reads checkpoints is imported when one is looked for: that takes most of a second, which no start without a
 checkpoint directory should spend.
 """
@@ -16,12 +16,12 @@ from p2pstate.durable.remote import open_storage
 from p2pstate.errors import ConfigError
 from p2pstate.groups.status import STATUS
 from p2pstate.settings import CheckpointPolicy
-from p2pstate.state import TrainingState
+from p2pstate.state import TrainingState, decode
 from p2pstate.types import RoundInfo, Version
 from p2pstate.worker.link import Link
 
 if TYPE_CHECKING:
-    from p2pstate.durable.resume import Resolved
+    from p2pstate.durable.resume import Loaded, Resolved
 
 __all__ = ["Disk"]
 
@@ -72,20 +72,20 @@ class Disk:
             )
         return found
 
-    def restore(self, resolved: Resolved, state: TrainingState, num_ranks: int) -> Version:
-        """Put the live state into that of the choice, whatever the number of ranks that wrote it."""
-        from p2pstate.durable.resume import load, load_resized
+    def load(self, resolved: Resolved, state: TrainingState, num_ranks: int) -> tuple[Version, Loaded]:
+        """The state of the choice for ``state``, whatever the number of ranks that wrote it."""
+        from p2pstate.durable.resume import Loaded, load, load_resized
 
         choice = resolved.choice
         assert choice is not None
         assert choice.manifest is not None
         with STATUS.trace.expect("reading a checkpoint", self._timeout_s):
             if choice.manifest.world_size == num_ranks:
-                state.restore(*load(choice, self._rank))
+                tensors, values = load(choice, self._rank)
+                loaded = Loaded(tensors, decode(values))
             else:
                 loaded = load_resized(choice, self._rank, num_ranks, state.model_leaves())
                 if self._rank == 0:
                     before = choice.manifest.world_size
                     self._link.send("event", kind="resized", before=before, now=num_ranks, said=list(loaded.said))
-                state.restore_decoded(loaded.tensors, loaded.values)
-        return Version(BEFORE_ALL_ROUNDS, choice.step)
+        return Version(BEFORE_ALL_ROUNDS, choice.step), loaded

@@ -15,7 +15,7 @@ import time
 from p2pstate.errors import NotFinite
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
-from p2pstate.joined import ROUND_FAILED, Joined, LostError, MustStartOver, Phases
+from p2pstate.joined import ROUND_FAILED, Joined, LostError, MustStartOver, OtherLoop, Phases
 from p2pstate.observe.meter import METER
 from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
@@ -32,8 +32,6 @@ __all__ = ["Rounds"]
 
 
 class Rounds:
-    """``epoch``: the newest round that this process joined or tried to join; 0 before the first."""
-
     def __init__(
         self,
         context: WorkerContext,
@@ -48,35 +46,35 @@ class Rounds:
         self._protection = protection
         self._recovery_timeout_s = recovery_timeout_s
         self._disk = disk
-        self._starts_from_disk = False
-        self.epoch = 0
 
     def connect(self) -> None:
         """The first round, with everybody else: connect the groups for votes and shipping."""
-        self.epoch = STATUS.epoch
-        STATUS.trace.enter_round(self.epoch)
+        self._context.epoch = epoch = STATUS.epoch
+        STATUS.trace.enter_round(epoch)
         try:
-            REGISTRY.attach(REGISTRY.build(self.epoch, own_only=True))
+            REGISTRY.attach(REGISTRY.build(epoch, own_only=True))
         except ROUND_FAILED as error:
             STATUS.fail(error)
 
     def find_checkpoint(self) -> bool:
-        """In the first round of a start from scratch, with everybody else: is there a checkpoint to resume from?"""
-        info = self._context.info
+        """In the first round of a start from scratch, with everybody else: is there a checkpoint? All resume it."""
+        context, info = self._context, self._context.info
         if self._disk is None or STATUS.error is not None:
             return False
         assert info is not None
         assert REGISTRY.make_store is not None
         try:
-            resolved = self._disk.resolve(REGISTRY.make_store(self.epoch), info, "the run was started")
+            resolved = self._disk.resolve(REGISTRY.make_store(context.epoch), info, "the run was started")
         except ROUND_FAILED as error:
             STATUS.fail(error)
             return False
-        self._starts_from_disk = resolved.choice is not None
-        return self._starts_from_disk
+        if resolved.choice is not None:
+            context.restore = context.must_join = True
+        return context.must_join
 
     def recover(self, report: RankReport, failed_step: int) -> Joined:
-        """Join the next round that can be joined, whatever it takes; returns with the state of its version."""
+        """Join the next round that can be joined, whatever it takes; returns with the state of its version. Raises
+        OtherLoop in a process that has to go to a later training loop before."""
         phases = Phases()
         STATUS.trace.leave_round()
         error_at = STATUS.error_at
@@ -86,14 +84,11 @@ class Rounds:
         if report.newcomer:
             self._link.send("rehearsed")
         joined = self._join_some_round(report, phases)
-        STATUS.connect(self.epoch)
-        STATUS.trace.enter_round(self.epoch)
-        if self._link.is_aborted(self.epoch):
-            STATUS.fail(RoundAborted(self._link.abort_reason), self.epoch)
+        self._connected()
         self._link.send(
             "event",
             kind="recovery",
-            epoch=self.epoch,
+            epoch=self._context.epoch,
             phases=phases.seconds,
             error_t=time.time() - (time.monotonic() - error_at) if error_at is not None else None,
             source=joined.source,
@@ -107,10 +102,18 @@ class Rounds:
         self._protection.resumed(joined.keep, from_disk=joined.source == "disk")
         return joined
 
+    def _connected(self) -> None:
+        epoch = self._context.epoch
+        STATUS.connect(epoch)
+        STATUS.trace.enter_round(epoch)
+        if self._link.is_aborted(epoch):
+            STATUS.fail(RoundAborted(self._link.abort_reason), epoch)
+
     def _join_some_round(self, report: RankReport, phases: Phases) -> Joined:
-        if report.newcomer and (self._context.restore or self._starts_from_disk) and STATUS.error is None:
+        context = self._context
+        if report.newcomer and context.restore and STATUS.error is None:
             # Everybody started this round connected: join it over the connections there are.
-            info = self._link.wait_round(self.epoch - 1)
+            info = self._link.wait_round(context.epoch - 1)
             joined = self._try_to_join(info, report, phases, connected=True)
             if joined is not None:
                 return joined
@@ -118,16 +121,18 @@ class Rounds:
             # A newcomer may have rehearsed long before it is needed: its waiting is no part of a recovery.
             counted = Phases() if report.newcomer else phases
             with counted.phase("quiesce"):
-                self._protection.quiesce(self.epoch)
+                self._protection.quiesce(context.epoch)
                 REGISTRY.release()
-            with counted.phase("view"), self._context.farewell.idle():
-                info = self._link.wait_round(self.epoch)
+            with counted.phase("view"), context.farewell.idle():
+                info = self._link.wait_round(context.epoch)
             if self._link.adopted is not None:  # a rehearsal is over: from now on this process's time is the rank's
-                seconds, self._context.raised = self._link.adopted
+                seconds, context.raised = self._link.adopted
                 METER.restart("recovery.view", seconds)
                 self._link.adopted = None
             METER.move("recovery.view", "waiting", self._link.waited_s)
-            self.epoch = info.epoch
+            if STATUS.solo and info.ends.num >= context.loop:
+                raise OtherLoop(info.ends.num + 1, info.ends)  # the run has gone on since this process rehearsed
+            context.epoch, context.num_moves = info.epoch, 0
             if info.start != Start.IN_PLACE:
                 continue  # all workers are being replaced, this one as well
             joined = self._try_to_join(info, report, phases, connected=False)
@@ -147,7 +152,29 @@ class Rounds:
                 self._protection.replicas.pack(),
             )
             limit_s = self._recovery_timeout_s
-            joined = join(info, link, REGISTRY, self._state, report, asked, phases, row, limit_s, connected, self._disk)
+            joined = join(
+                info,
+                link,
+                REGISTRY,
+                self._state,
+                report,
+                asked,
+                phases,
+                row,
+                limit_s,
+                connected,
+                self._disk,
+                context.num_moves,
+            )
+        except OtherLoop as error:
+            if not error.together:
+                link.send("error", epoch=info.epoch, text=f"rank {context.rank} has to wait: {error}")
+                raise
+            context.info = info
+            context.num_moves += 1
+            context.restore = True
+            self._connected()
+            raise
         except MustStartOver as error:
             link.send("start_over", epoch=info.epoch, start=error.decision.start, reason=error.decision.reason)
         except LeafError as error:
@@ -165,11 +192,11 @@ class Rounds:
             if not link.is_aborted(info.epoch):
                 link.send("error", epoch=info.epoch, text=f"joining failed: {error}")
         else:
-            context.info = info
+            context.info, context.ends = info, joined.ends
             context.lean, context.sizes_of_all = joined.lean, joined.sizes_of_all
             context.tell_copies()
             self._protection.replicas.adopt(joined.replicas)
-            link.send("resumed", epoch=info.epoch, version=list(joined.version))
+            link.send("resumed", epoch=info.epoch, version=list(joined.version), ends=joined.ends.pack())
             return joined
         finally:
             context.joining = False

@@ -135,7 +135,7 @@ class Stepping:
         if not self._vote(block, ended=self._num_quiet_blocks >= NUM_QUIET_BLOCKS):
             raise StepDiscarded
         if block.voted is not None and block.voted.spoilt_rank != NO_RANK:
-            self._not_finite(block.number, block.voted.spoilt_rank)
+            self._not_finite(block.step, block.voted.spoilt_rank)
         block.num_gates += 1
         if block.num_gates == 1:
             block.num_collectives_before = REGISTRY.num_collectives
@@ -193,7 +193,7 @@ class Stepping:
             return True
         if block.voted is None:
             self._protection.wait_a_little(self.step_s)
-        block.voted = self.ballot(block.number, block.boundary, ended, self._vote_timeout_s, block.finite)
+        block.voted = self.ballot(block.step, block.boundary, ended, self._vote_timeout_s, block.finite)
         if block.voted is not None and block.boundary and not block.voted.boundary:
             STATUS.fail(
                 P2PStateError(

@@ -26,14 +26,16 @@ from typing import Any
 import torch
 
 from p2pstate.block import StepBlock
+from p2pstate.counting import Counting
 from p2pstate.errors import NotFinite, P2PStateError, StepDiscarded, StepSkipped
-from p2pstate.feed import ONE_LOOP, Feed, LoopPosition
+from p2pstate.feed import Feed, LoopPosition
 from p2pstate.gradients import discard_gradients
 from p2pstate.groups.gate import Ballot
 from p2pstate.groups.journal import Recording
 from p2pstate.groups.status import STATUS
 from p2pstate.hooks import Hooks
 from p2pstate.interrupting import Interruption
+from p2pstate.joined import OtherLoop
 from p2pstate.loop_end import LoopEnd
 from p2pstate.loop_exit import LoopIterator, leaves_by_exception, looping_code
 from p2pstate.observe.meter import METER
@@ -52,6 +54,11 @@ from p2pstate.worker.context import WorkerContext
 from p2pstate.worker.farewell import GRACE_S
 
 __all__ = ["Loop"]
+
+NOT_RESTORED_BETWEEN = (
+    "a second training loop begins. A process that takes a rank over passes by the loops that are over, and runs what "
+    "stands between them with a model that is not restored yet: write files there only `if not state.rehearsing`"
+)
 
 
 class Loop:
@@ -78,6 +85,7 @@ class Loop:
         self._state = state
         self._models = list(models)
         self._feed = Feed(data, position)
+        self._counting = Counting(context)
         self._stepping = Stepping(optimizers, protection, vote_timeout_s, on_nan)
         self._interruption = Interruption(self._models)
         self._rounds = Rounds(context, state, protection, recovery_timeout_s, disk)
@@ -90,8 +98,7 @@ class Loop:
             save_timeout_s=save_timeout_s,
         )
         # Where this process is
-        self.step = 0  # newest committed step
-        self._must_join = not context.fresh or context.restore
+        self.step = 0  # newest committed step, counted through all loops of the script
         self._rehearsals = Rehearsals(self._models, together=context.restore)
         self._hooks = Hooks(context, self._models)
         self.reports = StepReports(self._link, protection, self._stepping)
@@ -107,7 +114,12 @@ class Loop:
 
     @property
     def rehearsing(self) -> bool:
-        return self._must_join
+        return self._context.must_join
+
+    @property
+    def committed_step(self) -> int:
+        """The newest, as the user counts."""
+        return self.step - self._counting.before
 
     def watch_scaler(self, scaler: Any) -> None:
         """See Stepping.watch_scaler."""
@@ -138,43 +150,50 @@ class Loop:
             with block:
                 value = train_step(*batch)
             if block.committed:
-                self._report(block.number, value)
+                self._report(block.step, value)
                 self.replaying = block.again
                 yield block.number, value
 
     def block(self, where: str) -> StepBlock:
         """The next block, not yet begun."""
-        number = self._rehearsals.num_steps if self._must_join else self.step
-        return StepBlock(self, number + 1, where)
+        number = self._rehearsals.num_steps if self._context.must_join else self.committed_step
+        return StepBlock(self, number + 1, where, num_before=self._counting.before)
 
     def _turns(self, steps: int | None) -> Iterator[tuple[Any, ...]]:
         """The arguments of one block per turn, until ``steps`` steps are committed or the data ends."""
+        context = self._context
         self._enter_loop()
-        done, code, self._closing = False, looping_code(), False
+        last = None if steps is None else self._counting.before + steps
+        done, code, self._closing = context.passes_by, looping_code(), False
         try:
             while not done:
                 faulted = STATUS.error is not None or self._discard_pending
-                if faulted or (self._must_join and not self._rehearsals.go_on()):
+                if faulted or (context.must_join and not self._rehearsals.go_on()):
                     self._recover()
-                if not self._must_join and self._hooks.due(self.step) and not self._run_hooks():
+                    if done := context.passes_by:
+                        continue
+                if not context.must_join and self._hooks.due(self.committed_step) and not self._run_hooks():
                     continue
-                if self._context.asked_to_leave and not self._must_join:
+                if context.asked_to_leave and not context.must_join:
                     self._go()
-                if not self._must_join and self._end.is_reached(self.step, steps):
+                if not context.must_join and self._end.is_reached(self.step, last):
+                    ended = self._end.is_by_data(last) and self.step not in context.ends.left
                     done = self._finish()
+                    if done and ended:
+                        self._feed.look_for_end()
                     continue
                 STATUS.trace.do(Doing.FETCHING)
-                if not self._must_join:
-                    self.protection.capture_if_due(self._rounds.epoch, self.step)
+                if not context.must_join:
+                    self.protection.capture_if_due(context.epoch, self.step)
                 try:
                     with METER.inside("data"):
                         batch = self._feed.next()
                 except StopIteration:
                     self._feed.ended()
-                    if self._must_join:
+                    if context.must_join:
                         self._rehearsals.end()
                     else:
-                        done = self._end.data_ended(self._rounds.epoch, self.step)
+                        done = self._end.data_ended(context.epoch, self.step)
                     continue
                 except Exception as error:
                     if not self._raised(self.step + 1, error):
@@ -185,17 +204,20 @@ class Loop:
                 self._turn_open = STATUS.between_steps = False
         except GeneratorExit:
             self._turn_open = STATUS.between_steps = False
-            if self._context.is_forked:
+            if context.is_forked:
                 raise
-            if self._context.failing or (leaves_by_exception(code) and not self._closing):
-                self._context.unfinished = self._left
+            if context.failing or (leaves_by_exception(code) and not self._closing):
+                context.unfinished = self._left
             else:
                 self._left()
             raise
+        if context.passes_by:
+            self._pass_by()
 
     def _left(self) -> None:
         """The user left by break or return: every rank has to do so at the same step."""
-        if self._discard_pending or self._must_join or not self._finish():
+        done = not self._discard_pending and not self._context.must_join and self._finish(left=True)
+        if not done:
             self._context.left_early = self._where or "state.run"
 
     # -- blocks
@@ -215,8 +237,8 @@ class Loop:
         STATUS.trace.do(Doing.STEPPING)
         STATUS.trace.waits.take()
         METER.step_begins()
-        self._stepping.begin(block, rehearsing=self._must_join)
-        if not self._must_join:
+        self._stepping.begin(block, rehearsing=self._context.must_join)
+        if not self._context.must_join:
             self._interruption.begin(block)
 
     def leave(self, block: StepBlock, error: BaseException | None) -> bool:
@@ -227,19 +249,19 @@ class Loop:
         STATUS.trace.do(Doing.BETWEEN)
         self._stepping.end()
         self._interruption.end()
-        finished = error is None and not self._must_join and self._stepping.finish(block)
+        finished = error is None and not self._context.must_join and self._stepping.finish(block)
         METER.step_ends()
         if isinstance(error, StepSkipped):
             if not block.finite:
-                self._link.send("event", kind="skipped", step=block.number)
+                self._link.send("event", kind="skipped", step=block.step)
             self._forget_gradients()
             return True
         if isinstance(error, StepDiscarded):
             self._discard_pending = True
             return True
         if error is not None:
-            return self._raised(block.number, error)
-        if self._must_join:
+            return self._raised(block.step, error)
+        if self._context.must_join:
             self._rehearsals.num_steps += block.boundary  # a micro-batch of its own is no step
         elif not finished:
             self._discard_pending = True
@@ -252,16 +274,16 @@ class Loop:
     def _go(self) -> None:
         """Leave with nothing lost: the newest step's version is with the buddies before."""
         STATUS.trace.do(Doing.ENDING)
-        self.protection.capture_if_due(self._rounds.epoch, self.step)
+        self.protection.capture_if_due(self._context.epoch, self.step)
         self.protection.drain(GRACE_S)
         self._context.go()
 
     def _run_hooks(self) -> bool:
         """See Replicator.every. False: a fault came meanwhile."""
-        self.protection.capture_if_due(self._rounds.epoch, self.step)
+        self.protection.capture_if_due(self._context.epoch, self.step)
         self.protection.fence()
         try:
-            self._hooks.run(self.step)
+            self._hooks.run(self.committed_step)
         except Exception as error:
             if not self._raised(self.step + 1, error):
                 raise
@@ -273,9 +295,9 @@ class Loop:
         context, where = self._context, signature(error)
         discarded_anyway = STATUS.error is not None
         known = (
-            number == 1 or isinstance(error, NotFinite) or context.raised == (number, where)
+            number == self._counting.before + 1 or isinstance(error, NotFinite) or context.raised == (number, where)
         )  # nothing has worked yet, or it was tried in vain
-        if self._must_join or context.raised is None or (known and not discarded_anyway):
+        if context.must_join or context.raised is None or (known and not discarded_anyway):
             context.failing = True
             return False
         print(f"p2pstate: an exception in step {number}, which is discarded and tried again:", file=sys.stderr)
@@ -295,46 +317,56 @@ class Loop:
     def _commit(self, block: StepBlock, voted: Ballot) -> None:
         block.committed = STATUS.between_steps = True
         self._state.stepped(block.stepped)
-        block.again = block.number <= self._newest_yielded
-        self.step = block.number
+        block.again = block.step <= self._newest_yielded
+        self.step = block.step
         STATUS.trace.commit(self.step)
         self._rehearsals.num_steps += 1
         if self._context.raised is not None and self._context.raised[0] == self.step:
             self._context.raised = NOTHING_RAISED
         seconds = time.monotonic() - self._block_began
         known_s = self._stepping.step_s
-        METER.committed(known_s, repeated=block.again or self.reports.is_repeated(block.number))
+        METER.committed(known_s, repeated=block.again or self.reports.is_repeated(block.step))
         self._stepping.step_s = 0.9 * known_s + 0.1 * seconds if known_s else seconds
-        self._newest_yielded = max(self._newest_yielded, block.number)
+        self._newest_yielded = max(self._newest_yielded, block.step)
         with METER.inside("protection"):
             self.protection.committed(self.step, voted)
         if block.where != "state.run":
-            self._report(block.number, None)
+            self._report(block.step, None)
 
     def _report(self, step: int, value: Any) -> None:
-        self.reports.committed(self._rounds.epoch, step, time.monotonic() - self._block_began, value)
+        self.reports.committed(self._context.epoch, step, time.monotonic() - self._block_began, value)
 
     # -- beginning and end
 
     def _enter_loop(self) -> None:
-        self._context.begin_loop()
-        if self._feed.begin_loop() == 2 and self._context.rank == 0:
-            print(f"p2pstate: a second loop begins, in which a fault ends the run: {ONE_LOOP}", file=sys.stderr)
+        context = self._context
+        context.begin_loop()
+        if context.loop == 2 and context.rank == 0 and not context.must_join:
+            print(f"p2pstate: {NOT_RESTORED_BETWEEN}", file=sys.stderr)
+        if self._counting.begin(self):
+            self.step = self._newest_yielded = self._counting.before
+            self.protection.follow(context.kept)
+        self._feed.begin_loop(context.ends)
         STATUS.loud = False
         self._hand_over_journal()
         METER.enter("other")
-        if self._rounds.epoch or STATUS.solo:
-            self._link.send("in_loop")
+        if context.epoch or STATUS.solo:
+            if not context.passes_by:
+                self._link.send("in_loop")
             return
         with METER.inside("startup"):
             self._rounds.connect()
-            from_disk = not self._must_join and self._rounds.find_checkpoint()
-        if from_disk:
-            METER.hold("startup")
-        self._must_join = self._must_join or from_disk
-        if not self._must_join:
+            if not context.must_join and self._rounds.find_checkpoint():
+                METER.hold("startup")
+        if not context.must_join:
             self._link.send("in_loop")
             self.protection.begin()
+
+    def _pass_by(self) -> None:
+        """This loop was over before this process began, or is left for the one that the others are in."""
+        self.step = max(self.step, self._context.ends.end_of(self._context.loop))
+        self._context.leave_loop()
+        STATUS.loud = True
 
     def _hand_over_journal(self) -> None:
         """What collectives returned up to here is for newcomers, who do the same alone."""
@@ -350,15 +382,16 @@ class Loop:
             self._hand_over_journal()
             STATUS.journal = None
 
-    def _finish(self) -> bool:
-        return self._end.finish(self._rounds.epoch, self.step)
+    def _finish(self, *, left: bool = False) -> bool:
+        return self._end.finish(self._context.epoch, self.step, left=left)
 
     def _forget_gradients(self) -> None:
         discard_gradients(self._models, self._stepping.optimizers, self._stepping.scalers)
 
     def _recover(self) -> None:
-        """Forget the discarded step, and go on from the version that everybody resumes."""
-        newcomer = self._must_join
+        """Forget the discarded step, and go on from the version that everybody resumes; or in a later loop."""
+        context = self._context
+        newcomer = context.must_join
         self._end_journal()
         METER.release()
         if not newcomer:
@@ -375,16 +408,32 @@ class Loop:
         committed = 0 if newcomer else self.step
         warm = self._rehearsals.num_steps
         stages, spoilt = self._rehearsals.stages(), self._stepping.spoilt_step
-        report = RankReport(self._context.rank, newcomer, warm, committed, ended_at, stages, spoilt, num_batches)
-        with METER.inside("recovery.agree"):
-            joined = self._rounds.recover(report, failed_step=self.step + 1)
+        report = RankReport(
+            context.rank,
+            newcomer,
+            warm,
+            committed,
+            ended_at,
+            stages,
+            spoilt,
+            num_batches,
+            context.loop,
+            context.ends,
+        )
+        try:
+            with METER.inside("recovery.agree"):
+                joined = self._rounds.recover(report, failed_step=self.step + 1)
+        except OtherLoop as error:
+            context.loop_to_join, context.ends = error.loop, error.ends
+            return
         METER.enter("other")
         METER.recovered()
-        self._must_join = False
+        context.must_join = False
         self.step = joined.version.step
         self.reports.recovered(joined.version.step + joined.steps_lost)
         self._end.agreed_step = joined.end_step
         self._hooks.forget()
+        self._feed.begin_loop(context.ends)
         self._feed.resume()
         self._feed.skip_to(joined.num_batches)
         self._stepping.spoilt_step = 0

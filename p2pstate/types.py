@@ -11,7 +11,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-__all__ = ["NOTHING_RAISED", "OLDEST", "Part", "RoundInfo", "SlotRecord", "Start", "Version", "Worker"]
+__all__ = [
+    "NOTHING_RAISED",
+    "NO_ENDS",
+    "OLDEST",
+    "LoopEnds",
+    "Part",
+    "RoundInfo",
+    "SlotRecord",
+    "Start",
+    "Version",
+    "Worker",
+]
 
 
 NOTHING_RAISED = (0, "")  # step and signature of a user's exception; see user_errors.py
@@ -25,6 +36,64 @@ class Version(NamedTuple):
 
 
 OLDEST = Version(0, -1)  # before any
+
+NUM_ENDS_KEPT = 256  # the newest: versions in memory are of the last loops
+
+
+class LoopEnds(NamedTuple):
+    """After which steps, counted through, the training loops of the run's script have ended: ``num`` loops, the newest
+    of them after ``steps``. ``left``: those of these steps at which the user's code has left, by break or return. What
+    was said in a later round (``since``) counts more; in one round, the longer."""
+
+    since: int = 0
+    num: int = 0
+    steps: tuple[int, ...] = ()
+    left: tuple[int, ...] = ()
+
+    @staticmethod
+    def unpack(raw: Any) -> LoopEnds:
+        """ValueError or TypeError for what :meth:`pack` does not make."""
+        since, num, steps, left = raw
+        ends = LoopEnds(int(since), int(num), tuple(map(int, steps)), tuple(map(int, left)))
+        if len(ends.steps) != min(ends.num, NUM_ENDS_KEPT):
+            raise ValueError(f"{num} loops with {len(ends.steps)} ends")
+        return ends
+
+    def pack(self) -> list[Any]:
+        return [self.since, self.num, list(self.steps), list(self.left)]
+
+    def end_of(self, loop: int) -> int:
+        """The step after which loop ``loop`` (they count from 1) has ended; -1: it has not, or long ago."""
+        index = loop - 1 - (self.num - len(self.steps))
+        return self.steps[index] if 0 <= index < len(self.steps) else -1
+
+    def loop_of(self, step: int) -> int:
+        """In which loop ``step`` was committed; 0: long ago."""
+        num_ended = self.num - sum(end >= step for end in self.steps)
+        return 0 if self.num > len(self.steps) and num_ended == self.num - len(self.steps) else num_ended + 1
+
+    def ended(self, loop: int, step: int, *, left: bool = False) -> LoopEnds:
+        """Loop ``loop`` has ended after ``step``, and those after it are still to come."""
+        return self._first(loop - 1)._appended(step, left=left)
+
+    def resumed(self, epoch: int, step: int) -> LoopEnds:
+        """A round has resumed the state after ``step``: only the loops before it have ended, and perhaps its own."""
+        before = self._first(self.loop_of(step) - 1)
+        if step in self.steps:
+            before = before._appended(step, left=step in self.left)
+        return before._replace(since=epoch)
+
+    def _first(self, num: int) -> LoopEnds:
+        steps = self.steps[: max(0, len(self.steps) - (self.num - num))]
+        return LoopEnds(self.since, num, steps, tuple(step for step in self.left if step in steps))
+
+    def _appended(self, step: int, *, left: bool) -> LoopEnds:
+        steps = (*self.steps, step)[-NUM_ENDS_KEPT:]
+        known = {*self.left, *([step] if left else [])}
+        return LoopEnds(self.since, self.num + 1, steps, tuple(sorted(known.intersection(steps))))
+
+
+NO_ENDS = LoopEnds()
 
 
 class Part(NamedTuple):
@@ -114,6 +183,7 @@ class RoundInfo:
     workers: tuple[Worker, ...]
     progress: int = -1  # newest step that anybody is known to have committed, also of the nodes that are gone
     labels: Mapping[str, Mapping[str, str]] = field(default_factory=dict, hash=False)  # of the nodes that have some
+    ends: LoopEnds = NO_ENDS  # as known when the view was decided
 
     @property
     def world_size(self) -> int:
@@ -132,6 +202,7 @@ class RoundInfo:
             "workers": [[w.rank, w.local_rank, w.node, w.host] for w in self.workers],
             "progress": self.progress,
             "labels": {node: dict(labels) for node, labels in self.labels.items()},
+            "ends": self.ends.pack(),
         }
 
     @staticmethod
@@ -145,4 +216,5 @@ class RoundInfo:
             tuple(Worker(*w) for w in raw["workers"]),
             raw["progress"],
             raw["labels"],
+            LoopEnds.unpack(raw["ends"]),
         )

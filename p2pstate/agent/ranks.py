@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Protocol
 
 from p2pstate.agent.budget import Budget
@@ -83,7 +84,7 @@ class Ranks:
             "in_loop": self._in_loop,
             "rerunnable": self._rerunnable,
             "resumed": self._resumed,
-            "loop_done": self._loop_done,
+            "rerun_done": self._rerun_done,
             "finished": self._finished,
             "failed": self._failed,
             "raised": self._on_raised,
@@ -196,7 +197,12 @@ class Ranks:
         spare.epoch = self.info.epoch
         job = self._job
         message = assignment(
-            self.info, rank, job.num_workers, fresh=fresh, aborted=self.round_is_over, raised=self._raised_by(rank)
+            self._info_now(self.info),
+            rank,
+            job.num_workers,
+            fresh=fresh,
+            aborted=self.round_is_over,
+            raised=self._raised_by(rank),
         )
         message["seconds"] = self._events.ledger.of_rank(rank)
         message["journal"] = b"" if fresh else self._journals.of(rank)
@@ -269,11 +275,11 @@ class Ranks:
     def _rerunnable(self, worker: WorkerProcess) -> None:
         worker.phase = Phase.RERUN
 
-    def _resumed(self, worker: WorkerProcess, epoch: int, version: list[int]) -> None:
-        self.state.resumed(worker, epoch, version)
+    def _resumed(self, worker: WorkerProcess, epoch: int, version: list[int], ends: list[Any]) -> None:
+        self.state.resumed(worker, epoch, version, ends)
         self._loop_reached = True
 
-    def _loop_done(self, worker: WorkerProcess, step: int) -> None:
+    def _rerun_done(self, worker: WorkerProcess) -> None:
         worker.phase = Phase.DONE
 
     def _finished(self, worker: WorkerProcess) -> None:
@@ -302,4 +308,8 @@ class Ranks:
     def _step(self, worker: WorkerProcess, step: int, protected: int | None, **fields: Any) -> None:
         self.state.step(worker, step, protected, **fields)
         if worker.rank is not None and self.info is not None:
-            self._rehearsals.on_step(worker.rank, self.info, self.mine)
+            self._rehearsals.on_step(worker.rank, self._info_now(self.info), self.mine)
+
+    def _info_now(self, info: RoundInfo) -> RoundInfo:
+        """The round with what has become known since it began."""
+        return info if info.ends == self.state.ends else replace(info, ends=self.state.ends)

@@ -14,9 +14,9 @@ from typing import Any
 
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.held import Phase, RankProcess
-from p2pstate.agent.rounds import Progress, progress_of
+from p2pstate.agent.rounds import Progress, ends_of, progress_of
 from p2pstate.agent.sentences import Sentences
-from p2pstate.types import OLDEST, Start
+from p2pstate.types import OLDEST, LoopEnds, Start
 from rendezvous.node import Node
 from rendezvous.types import View
 
@@ -51,12 +51,14 @@ class RoundState:
         self._sentences = Sentences()
         self.view: View | None = None
         self.known = Progress(0, -1)  # by what any member has told
+        self.ends = LoopEnds()  # by what this node's workers and views have told
         self.lineage: dict[int, list[int]] = {}  # round -> the version it resumed
         self.wants_round = ""  # why this node needs a new round; empty: it does not
         self.start_over = ""  # types.Start that a worker's plan asks for
         self.handlers: dict[str, Callable[..., None]] = {
             "in_loop": self.in_loop,
             "resumed": self.resumed,
+            "loop_done": self.loop_done,
             "error": self._error,
             "start_over": self._start_over,
             "state_lost": self._state_lost,
@@ -66,12 +68,14 @@ class RoundState:
 
     def ballot(self) -> dict[str, Any]:
         """See rounds.decide_start."""
-        return {"wants_round": self.wants_round, "start_over": self.start_over, **self.known.table()}
+        said = {"wants_round": self.wants_round, "start_over": self.start_over, "ends": self.ends.pack()}
+        return {**said, **self.known.table()}
 
     def on_view(self, view: View) -> bool:
         """Returns whether a new round begins with it."""
         before, self.view = self.view, view
         self.known = max(self.known, progress_of(view))
+        self.ends = max(self.ends, ends_of(view.data))
         if before is not None and before.round == view.round:
             if self.wants_round:
                 self._node.propose(self.wants_round)  # decided from ballots that did not know yet
@@ -90,9 +94,15 @@ class RoundState:
         if worker.phase not in (Phase.ALONE, Phase.REHEARSING):  # they are once they have joined
             worker.phase = Phase.LOOP
 
-    def resumed(self, worker: RankProcess, epoch: int, version: list[int]) -> None:
+    def resumed(self, worker: RankProcess, epoch: int, version: list[int], ends: list[Any]) -> None:
         worker.phase = Phase.LOOP
         self.lineage[epoch] = version
+        self.ends = max(self.ends, LoopEnds.unpack(ends))
+
+    def loop_done(self, worker: RankProcess, ends: list[Any]) -> None:
+        """All ranks have agreed that a training loop is over."""
+        worker.phase = Phase.DONE
+        self.ends = max(self.ends, LoopEnds.unpack(ends))
 
     def step(self, worker: RankProcess, step: int, protected: int | None, **fields: Any) -> None:
         self.known = self.known.at(step)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
-from p2pstate.types import RoundInfo, Start, Worker
+from p2pstate.types import LoopEnds, RoundInfo, Start, Worker
 from rendezvous.store_line import ENV_GLOO_ASKS_ONCE
 from rendezvous.types import View, split_address
 
@@ -19,6 +19,7 @@ __all__ = [
     "assignment",
     "decide_restart",
     "decide_start",
+    "ends_of",
     "num_places",
     "progress_of",
     "ranks_of",
@@ -62,9 +63,11 @@ def decide_start(previous: View | None, ballots: Iterable[Mapping[str, Any]]) ->
     else:
         start = Start.IN_PLACE
     wanted = any(ballot.get("wants_round") for ballot in given)
+    ends = max([ends_of(ballot) for ballot in given] + [ends_of(previous.data if previous is not None else {})])
     if previous is not None and start == Start.FRESH:
         known = Progress(previous.epoch + 1, -1)
-    return wanted, {"start": start, **known.table()}
+        ends = LoopEnds(previous.epoch + 1)
+    return wanted, {"start": start, **known.table(), "ends": ends.pack()}
 
 
 def decide_restart(previous: View | None, ballots: Iterable[Mapping[str, Any]]) -> tuple[bool, dict[str, Any]]:
@@ -81,6 +84,14 @@ def num_places(previous: View, ballots: Iterable[Mapping[str, Any]]) -> tuple[in
     return min(fewest for fewest, _ in asked), max(most for _, most in asked)
 
 
+def ends_of(table: Mapping[str, Any]) -> LoopEnds:
+    """What a ballot or a view's data say of the loops that have ended; none where nothing can be understood."""
+    try:
+        return LoopEnds.unpack(table["ends"])
+    except (KeyError, TypeError, ValueError):
+        return LoopEnds()
+
+
 def progress_of(view: View | None) -> Progress:
     """What was known when the view was decided."""
     return Progress.of(view.data if view is not None else {})
@@ -93,7 +104,8 @@ def round_info(view: View, start: str, run_id: str, num_local: int) -> RoundInfo
         for local_rank in range(num_local):
             workers.append(Worker(len(workers), local_rank, member.name, host))
     labels = {member.name: dict(member.labels) for member in view.places if member.labels}
-    return RoundInfo(run_id, view.nonce, view.round, start, view.reason, tuple(workers), progress_of(view).step, labels)
+    step, ends = progress_of(view).step, ends_of(view.data)
+    return RoundInfo(run_id, view.nonce, view.round, start, view.reason, tuple(workers), step, labels, ends)
 
 
 def ranks_of(place: int | None, num_local: int) -> range:
@@ -140,4 +152,5 @@ def assignment(
         "round": None if aborted else info.pack(),
         "environ": environ,
         "raised": raised,
+        "ends": info.ends.pack(),
     }

@@ -4,6 +4,7 @@
 the plain values. The vocabulary is ``Leaf`` (one named tensor) and its holders (the ranks that have the same bytes).
 """
 
+from p2pstate.state.decoding import decode
 from p2pstate.state.errors import LeafError
 from p2pstate.state.inner import with_inner
 from p2pstate.state.layout import Layout
@@ -18,6 +19,7 @@ __all__ = [
     "Leaf",
     "LeafError",
     "TrainingState",
+    "decode",
     "free_name",
     "is_generator",
     "with_inner",

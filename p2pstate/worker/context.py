@@ -8,15 +8,16 @@ from __future__ import annotations
 import os
 import sys
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from p2pstate.errors import EXIT_RETRY, ConfigError
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.status import Status
 from p2pstate.placement import partners, wards
-from p2pstate.types import RoundInfo
+from p2pstate.types import NO_ENDS, LoopEnds, RoundInfo, Version
 from p2pstate.worker.farewell import Farewell
 from p2pstate.worker.link import Link, RoundAborted
 from rendezvous.autoload import ENV_AGENT
@@ -34,8 +35,16 @@ class WorkerContext:
     num_local: int
     world_size: int
     fresh: bool  # this process starts connected, with everybody else; else alone
-    restore: bool  # what it starts connected with resumes from the vaults
+    restore: bool  # what it starts connected with resumes from the vaults, or from disk
     info: RoundInfo | None = None  # the round this process is in; None before a newcomer has joined one
+    ends: LoopEnds = NO_ENDS  # of the training loops that are over, as far as this process knows
+    epoch: int = 0  # the newest round that this process joined or tried to join; 0 before the first
+    num_moves: int = 0  # how often all have moved on to another training loop in it, before they joined
+    loop: int = 0  # in which of the script's training loops this process is, or was last
+    trains: object = None  # whose loop that is
+    models: list[weakref.ref[Any]] = field(default_factory=list)  # of all Replicators
+    checkpoint: str | None = None  # where they write to
+    kept: Version | None = None  # what the run can fall back to since the last loop has ended
     joining: bool = False  # inside recover.join: an abort cuts the replication group as well
     in_loop: bool = False  # shipping errors matter to the agent only while the loop runs
     rerunning: bool = False  # inside a restartable function
@@ -53,9 +62,14 @@ class WorkerContext:
     left_early: str = ""  # where a loop was left while its step was being discarded
 
     pid: int = field(default_factory=os.getpid)
+    must_join: bool = field(init=False)  # this process has not resumed the run's state yet
+    loop_to_join: int = field(init=False)  # in which of the script's training loops it is to do that
 
     def __post_init__(self) -> None:
         self.farewell = Farewell(self.leave)
+        self.must_join = not self.fresh or self.restore
+        # Those who start together see from the version where they have to go.
+        self.loop_to_join = 1 if self.fresh else self.ends.num + 1
 
     @property
     def is_forked(self) -> bool:
@@ -67,14 +81,35 @@ class WorkerContext:
         """Why this process, or its whole node, is to go as soon as it stands between two steps; empty: it is not."""
         return self.link.leaving or self.farewell.reason
 
-    def begin_loop(self) -> None:
-        self.in_loop = True
-        self.farewell.listen()
+    @property
+    def why_left(self) -> str:
+        return (
+            f"the loop at {self.left_early} was left by break or return, and a fault came before all ranks had agreed "
+            "that it ends"
+        )
 
-    def end_loop(self) -> None:
-        """All ranks have agreed on the end."""
+    @property
+    def passes_by(self) -> bool:
+        """The loop that this process is in was over before it began: it joins in a later one."""
+        return self.must_join and self.loop < self.loop_to_join
+
+    def begin_loop(self) -> None:
+        if self.left_early:
+            self.leave(f"{self.why_left}: another process goes on in it")
+        self.loop += 1
+        self.in_loop = True
+        if not self.passes_by:
+            self.farewell.listen()
+
+    def leave_loop(self) -> None:
         self.in_loop = False
         self.farewell.close()
+
+    def end_loop(self, step: int, *, left: bool) -> None:
+        """All ranks have agreed on the end, after ``step``; ``left``: by break or return."""
+        self.leave_loop()
+        self.ends = self.ends.ended(self.loop, step, left=left)
+        self.link.send("loop_done", ends=self.ends.pack())
 
     def go(self) -> None:
         """The newest version has arrived. Does not return, unless the agent changes its mind for a whole minute."""

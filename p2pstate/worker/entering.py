@@ -18,7 +18,7 @@ from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.observe.meter import METER
 from p2pstate.trace import STACKS_SIGNAL, Trace, map_page
-from p2pstate.types import RoundInfo
+from p2pstate.types import LoopEnds, RoundInfo
 from p2pstate.worker.context import WorkerContext, enter
 from p2pstate.worker.link import Link
 from rendezvous.store import EpochStore, raise_or_return
@@ -52,6 +52,7 @@ def prepare(link: Link, assignment: dict[str, Any]) -> WorkerContext:
         restore=assignment["restore"],
         info=RoundInfo.unpack(assignment["round"]) if assignment["fresh"] else None,
         raised=tuple(assignment["raised"]) if assignment["raised"] is not None else None,
+        ends=LoopEnds.unpack(assignment["ends"]),
     )
     METER.restart("startup", assignment["seconds"])
     if not context.fresh or context.restore:

@@ -38,11 +38,7 @@ def worker_main(sock: socket.socket) -> int:
     if code == 0 and context.unfinished is not None:
         context.unfinished()
     if code == 0 and context.left_early:
-        code = 1
-        text = (
-            f"the loop at {context.left_early} was left by break or return, and a fault came before all ranks had "
-            "agreed that it ends: all workers start again"
-        )
+        code, text = 1, f"{context.why_left}: all workers start again"
         print(f"p2pstate: {text}", file=sys.stderr)
     if code == 0 and context.failing:
         code, text = 1, "the script ended in the middle of a step, with exit code 0"

@@ -152,25 +152,60 @@ def test_uneven_data_ends_at_one_step_on_all_ranks(tmp_path: Path, fork_server: 
     assert [(tmp_path / f"last-{rank}").read_text() for rank in (0, 1)] == ["10", "10"], stderr
 
 
-def test_second_loop_continues_with_the_next_pass_over_the_data_and_a_fault_in_it_ends_the_run(
+LOOPS = """
+    ended = []
+    for epoch in range(3):
+        for step, loss in state.run(train_step):
+            if rank == 1 and step in KILLS and once(f"killed-{step}"):
+                die()
+        if rank == 1 and epoch == 1 and KILLS and once("killed-between"):
+            die()
+        optimizer.param_groups[0]["lr"] *= 0.5
+        x = torch.ones(1); dist.all_reduce(x); assert state.rehearsing or x.item() == 2
+        ended.append(state.committed_step)
+    assert ended == [10, 20, 30], ended
+    if KILLS:
+        data, head = Data(8), torch.nn.Linear(4, 4)
+        try:
+            p2pstate.Replicator(head, torch.optim.SGD(head.parameters(), lr=0.1), data=data)
+        except p2pstate.errors.ConfigError as error:
+            assert "is not given the DistributedDataParallel of the one before" in str(error), error
+        else:
+            raise AssertionError("a model of the first loops was forgotten")
+    tuning = torch.optim.AdamW(model.parameters(), lr=0.01)
+    other = p2pstate.Replicator(model, tuning, data=Data(8))
+
+    def tune(batch):
+        loss = model(batch).cos().mean()
+        loss.backward()
+        tuning.step()
+        tuning.zero_grad()
+        return loss.detach()
+
+    steps = []
+    for step, loss in other.run(tune):
+        steps.append(step)
+        if rank == 1 and step == 5 and KILLS and once("killed-other"):
+            die()
+    assert steps[-1] == other.committed_step == 8, steps
+    weights = torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+    open(f"{NAME}-{rank}", "w").write(repr([weights, optimizer.param_groups[0]["lr"]]))
+"""
+
+
+def test_loops_one_after_another_are_resumed_in_the_one_that_was_under_way(
     tmp_path: Path, fork_server: dict[str, str]
 ) -> None:
-    body = (
-        TRAINING
-        + """
-    steps = [step for _ in range(3) for step, loss in state.run(train_step)]
-    assert steps == list(range(1, 31)), steps
-    for step, loss in state.run(train_step):
-        if step == 34 and rank == 1:
-            open("there", "w").close()
-            die()
-    """
-    )
-    code, stderr, _ = run_tiny(tmp_path, fork_server, body)
-    assert (tmp_path / "there").exists(), stderr
-    assert code == 78, stderr
-    assert stderr.count("a second loop begins, in which a fault ends the run") == 1, stderr
-    assert "loop 4 cannot be resumed in loop 1" in stderr, stderr
+    """Epochs as loops of their own, then another Replicator; killed in loops, between them and right after."""
+    ends = {}
+    for name, kills in (("undisturbed", ()), ("faulted", (11, 25))):
+        body = TRAINING + f"\n    KILLS, NAME = {kills}, {name!r}" + LOOPS
+        code, stderr, _ = run_tiny(tmp_path, fork_server, body)
+        assert code == 0, stderr
+        ends[name] = [(tmp_path / f"{name}-{rank}").read_text() for rank in range(2)]
+    killed = {path.name for path in tmp_path.glob("killed-*")}
+    assert killed == {"killed-11", "killed-25", "killed-between", "killed-other"}, f"{killed}\n{stderr}"
+    assert ends["faulted"] == ends["undisturbed"], stderr
 
 
 def test_rank_killed_while_all_leave_by_break_starts_all_again(tmp_path: Path, fork_server: dict[str, str]) -> None:

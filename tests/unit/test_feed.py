@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from p2pstate.errors import ConfigError
 from p2pstate.feed import Feed, LoopPosition
+from p2pstate.types import LoopEnds
 
 
 class Data:
@@ -28,7 +28,6 @@ def taken(feed: Feed) -> Any:
 def test_batches_since_a_restored_position_are_left_out_whatever_was_left_out_before() -> None:
     data, position = Data(100), LoopPosition()
     feed = Feed(data, position)
-    feed.begin_loop()
     assert [taken(feed) for _ in range(5)] == [1, 2, 3, 4, 5]
     restored = position.state_dict()
     for skipped_to, following in [(7, 8), (9, 10)]:
@@ -51,15 +50,23 @@ def test_data_that_ends_while_batches_are_left_out_has_ended() -> None:
         feed.next()
 
 
-def test_state_of_another_loop_is_not_resumed() -> None:
+def test_position_tells_which_loops_were_over_when_it_was_captured() -> None:
     feed = Feed(Data(3), position := LoopPosition())
-    assert [feed.begin_loop(), feed.begin_loop()] == [1, 2]
-    feed.resume()
-    other = Feed(Data(3), elsewhere := LoopPosition())
-    other.begin_loop()
-    elsewhere.load_state_dict(position.state_dict())
-    with pytest.raises(ConfigError, match="loop 2 cannot be resumed in loop 1"):
-        other.resume()
+    assert LoopPosition.ends_in(position.state_dict(), 7) == LoopEnds(7)
+    feed.begin_loop(LoopEnds(2, 2, (10, 14)))
+    assert LoopPosition.ends_in(position.state_dict(), 7) == LoopEnds(7, 2, (10, 14))
+
+
+def test_pass_ends_where_the_data_of_another_rank_has_ended_only_if_its_own_has() -> None:
+    feed = Feed(data := Data(3), position := LoopPosition())
+    assert [taken(feed) for _ in range(2)] == [1, 2]
+    feed.look_for_end()
+    assert (feed.num_batches, position.iterating) == (2, True)
+    assert (taken(feed), feed.num_batches) == (3, 3)
+    feed.look_for_end()
+    assert (feed.num_batches, position.iterating) == (3, False)
+    data.position = 0
+    assert taken(feed) == 1
 
 
 def test_without_data_turns_are_counted() -> None:
