@@ -7,7 +7,8 @@ take a real step and ``load_state_dict`` casts state to the parameter's dtype. "
 from an empty entry. Groups have to hold the same parameters in the same order as when captured; groups at the end that
 were added since then go, and those that are missing here are added. Of a ZeroRedundancyOptimizer each rank has the
 state that the optimizer inside it keeps, and nobody else has that. Gradients are state only while they accumulate from
-one step to the next, that is, while the optimizer is not stepped in every step.
+one step to the next, that is, while the optimizer is not stepped in every step; of others it is known which parameters
+have one, and those get zeros (an optimizer steps a parameter on zeros, and leaves one without a gradient alone).
 Known limits: what an optimizer keeps outside ``state`` and ``param_groups`` is not seen; a ZeroRedundancyOptimizer
 with ``overlap_with_ddp`` is refused; state that is a tensor subclass needs one live tensor of that class.
 """
@@ -16,8 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
-from operator import is_
+from itertools import chain, compress, repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ __all__ = ["OptimizerState", "PlannedOptimizer", "is_divided"]
 
 # what a live group keeps for itself: its parameters, and the names torch gave them (which depend on wrappers)
 _IDENTITY = ("params", "param_names")
+_GRADIENT = attrgetter("grad")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class PlannedOptimizer:
     state: dict[Any, Any]
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
     gradients: dict[Any, torch.Tensor]
+    zeroed: set[torch.Tensor]  # have a gradient, that is put to zero before it is used
 
 
 @dataclass(slots=True)
@@ -137,6 +140,7 @@ class OptimizerState:
             "state": found.state,
             "others": more,
             "gradients": dict(self._gradients(collector, named)) if self.accumulating else {},
+            "zeroed": [] if self.accumulating else self._with_gradient(found.names),
         }
 
     @property
@@ -172,6 +176,14 @@ class OptimizerState:
                 if parameter.grad is not None:
                     name, _ = self._name(named, parameter, index)
                     yield name, collector.tree(parameter.grad, (f"{self.prefix}/:gradients", name))
+
+    def _with_gradient(self, names: list[list[str]]) -> Any:
+        """The parameters that have a gradient like themselves, by name; True for all of them."""
+        parameters = [*chain.from_iterable(group["params"] for group in self.optimizer.param_groups)]
+        if all(map(is_, map(_GRADIENT, parameters), repeat(None))):
+            return []
+        having = [*map(_has_gradient, parameters)]
+        return all(having) or squeeze([*compress(chain.from_iterable(names), having)])
 
     def _name(
         self, named: Mapping[int, tuple[str, Holders]], parameter: torch.Tensor, index: int
@@ -258,7 +270,10 @@ class OptimizerState:
             parameter = self._owner(parameters, name)
             path = (f"{self.prefix}/:gradients", name)
             gradients[parameter] = rebuilder.tree(tree, parameter.grad, path, parameter)
-        return PlannedOptimizer(content, groups, gradients)
+        everyone = (name for group in saved["groups"] for name in group["params"])
+        names = everyone if saved["zeroed"] is True else saved["zeroed"]
+        zeroed = {self._owner(parameters, name) for name in names}
+        return PlannedOptimizer(content, groups, gradients, zeroed)
 
     def apply(self, planned: PlannedOptimizer) -> None:
         """Make the live optimizer hold exactly what was planned; groups at the end come and go."""
@@ -278,8 +293,11 @@ class OptimizerState:
                 group.update(kept | values)
         local.state.clear()
         local.state.update(planned.state)
-        for parameter, gradient in planned.gradients.items():
-            parameter.grad = gradient
+        for parameter in chain.from_iterable(group["params"] for group in live):
+            if parameter not in planned.zeroed:
+                parameter.grad = planned.gradients.get(parameter)
+            elif parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
         self.accumulating = bool(planned.gradients)
 
     def _settings(self, group: Mapping[str, Any]) -> list[str]:
@@ -291,6 +309,11 @@ class OptimizerState:
             advice = "build the same models on every rank"
             raise LeafError(f"{self.prefix}/{name}", "is the state of a parameter that does not exist here", advice)
         return parameters[name]
+
+
+def _has_gradient(parameter: torch.Tensor) -> bool:
+    gradient = parameter.grad
+    return gradient is not None and gradient.layout == parameter.layout and gradient.dtype == parameter.dtype
 
 
 def _membership(names: list[str] | None) -> str:

@@ -29,7 +29,7 @@ from p2pstate.state.rebuilding import Rebuilder, references
 
 __all__ = ["FORMAT", "Live", "names_in", "restore"]
 
-FORMAT = 3
+FORMAT = 4
 _MAX_NAMES_SHOWN = 8
 
 
@@ -149,6 +149,7 @@ def _is_optimizer(tree: Any) -> bool:
         isinstance(tree, dict)
         and all(isinstance(tree.get(key), kind) for key, kind in sections.items())
         and all(type(key) is str for key in (*tree["state"], *tree["others"], *tree["gradients"]))
+        and (tree.get("zeroed") is True or isinstance(tree.get("zeroed"), list))
         and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in tree["groups"])
         and all(isinstance(g.get("values"), dict) for g in tree["groups"])
     )

@@ -392,13 +392,15 @@ def broken(change: Any) -> bytes:
     [
         b"",
         b"\xc0",
-        encode({"format": 3}),
+        encode({"format": 4}),
         encode([1]),
         broken(lambda v: v.update(format=2)),
         broken(lambda v: v.update(objects=[])),
         broken(lambda v: v.update(rng=5)),
         broken(lambda v: v.update(extra=[[1]])),
         broken(lambda v: v["optimizers"].update(optimizer={})),
+        broken(lambda v: v["optimizers"]["optimizer"].update(zeroed=None)),
+        broken(lambda v: v["optimizers"]["optimizer"].update(zeroed=["model/no"])),
         broken(lambda v: v["optimizers"]["optimizer"].update(groups=[{}])),
         broken(lambda v: v["optimizers"]["optimizer"].update(state={5: {}})),
         broken(lambda v: v["optimizers"]["optimizer"].update(state={"model/no": {}})),
@@ -420,7 +422,7 @@ def test_restore_of_malformed_values_is_refused_before_any_write(values: bytes) 
 
 def test_values_are_plain_messagepack() -> None:
     values = msgpack.unpackb(image_of(simple(nn.Linear(1, 1))).values, strict_map_key=False)
-    assert values["format"] == 3
+    assert values["format"] == 4
     assert values["optimizers"]["optimizer"]["groups"][0]["params"] == ["model/weight", "model/bias"]
     assert values["optimizers"]["optimizer"]["groups"][0]["values"]["momentum"] == 0.9
 
