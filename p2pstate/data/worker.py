@@ -4,7 +4,8 @@ In: messages (serial number, kind) with a task, or with a descriptor of a packed
 task, in order: a batch with the state behind it and the counters of this process, or what a data set raised.
 
 Invariants: the process ends with its trainer, whatever it is doing (parent-death signal, and the end of the socket); a
-task that was cancelled before it began is not done; of tasks that wait, the data set is told before they begin.
+task that was cancelled before it began is not done; of tasks that wait, the data set is told before they begin; what
+was the trainer's garbage when it forked is not collected here.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import gc
 import os
 import signal
 import socket
@@ -113,6 +115,7 @@ def worker_main(
 ) -> None:
     """Runs until the trainer closes its side. ``parent_pid``: of a process that forks or spawns workers itself.
     ``to_close``: the trainer's own, which a forked process must not keep open."""
+    gc.freeze()  # what a forked process inherits is the trainer's to end: some objects crash without their threads
     _end_with_parent(parent_pid)
     for thing in to_close:
         thing.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import multiprocessing
 import os
@@ -731,6 +732,39 @@ def test_loader_that_is_closed_ends_its_workers_though_those_of_another_were_for
     loaders[0].close()
     assert first.exitcode == 0  # and was not killed because it waited for more
     loaders[1].close()
+
+
+class Collecting(Drawing):
+    """Collects garbage in whichever process reads it."""
+
+    def __getitem__(self, index: int) -> Any:
+        gc.collect()
+        return index
+
+
+class Cycle:
+    """Garbage that only a collection finds; says where it was found."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.itself = path, self
+
+    def __del__(self) -> None:
+        self.path.write_text(str(os.getpid()))
+
+
+def test_garbage_of_the_trainer_is_not_collected_in_a_worker_that_was_forked_since(tmp_path: Path) -> None:
+    """Connections and groups cannot be destroyed in a process that has none of their threads."""
+    found_in = tmp_path / "found"
+    gc.disable()
+    try:
+        Cycle(found_in)
+        loader = Loader(Collecting(4), 2, num_workers=1, multiprocessing_context="fork", persistent_workers=False)
+        assert len(list(loader)) == 2
+        assert not found_in.exists()
+    finally:
+        gc.enable()
+    gc.collect()
+    assert found_in.read_text() == str(os.getpid())
 
 
 def test_loader_that_is_closed_lets_workers_finish_and_keeps_what_they_printed(
