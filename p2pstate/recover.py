@@ -57,7 +57,8 @@ def join(
     asked: Asked,
     phases: Phases,
     row: Row,
-    join_timeout_s: float,
+    *,
+    timeout_s: float,
     connected: bool,
     disk: Disk | None = None,
     num_moves: int = 0,
@@ -81,7 +82,7 @@ def join(
 
     row.begin(info.epoch)
     with phases.phase("spare"), row.inside("meet"):
-        reports, lean, sizes_of_all, replicas = _meet(store, info, report, asked, join_timeout_s)
+        reports, lean, sizes_of_all, replicas = _meet(store, info, report, asked, timeout_s)
     ends = max([info.ends, *(each.ends for each in reports.values())])
     check_meeting(report, reports, ends)
     with phases.phase("groups"), row.inside("connect"):

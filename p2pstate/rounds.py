@@ -143,15 +143,13 @@ class Rounds:
         link, context = self._link, self._context
         context.joining = True
         try:
-            row = STATUS.trace.row(JOIN)
             asked = Asked(
-                self._protection.settings,
-                context.sizes,
-                context.lean,
-                context.why_not_full,
-                self._protection.replicas.pack(),
+                settings=self._protection.settings,
+                sizes=context.sizes,
+                lean=context.lean,
+                why_not_full=context.why_not_full,
+                replicas=self._protection.replicas.pack(),
             )
-            limit_s = self._recovery_timeout_s
             joined = join(
                 info,
                 link,
@@ -160,11 +158,11 @@ class Rounds:
                 report,
                 asked,
                 phases,
-                row,
-                limit_s,
-                connected,
-                self._disk,
-                context.num_moves,
+                STATUS.trace.row(JOIN),
+                timeout_s=self._recovery_timeout_s,
+                connected=connected,
+                disk=self._disk,
+                num_moves=context.num_moves,
             )
         except OtherLoop as error:
             if not error.together:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import sys
 import time
-import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
@@ -27,7 +26,7 @@ import torch
 
 from p2pstate.block import StepBlock
 from p2pstate.counting import Counting
-from p2pstate.errors import NotFinite, P2PStateError, StepDiscarded, StepSkipped
+from p2pstate.errors import P2PStateError, StepDiscarded, StepSkipped
 from p2pstate.feed import Feed, LoopPosition
 from p2pstate.gradients import discard_gradients
 from p2pstate.groups.gate import Ballot
@@ -49,7 +48,7 @@ from p2pstate.state import TrainingState
 from p2pstate.stepping import Stepping
 from p2pstate.trace import Doing
 from p2pstate.types import NOTHING_RAISED
-from p2pstate.user_errors import clear_wrappers, describe, signature
+from p2pstate.user_errors import UserErrors
 from p2pstate.worker.context import WorkerContext
 from p2pstate.worker.farewell import GRACE_S
 
@@ -88,6 +87,7 @@ class Loop:
         self._counting = Counting(context)
         self._stepping = Stepping(optimizers, protection, vote_timeout_s, on_nan)
         self._interruption = Interruption(self._models)
+        self._user_errors = UserErrors(context, self._models)
         self._rounds = Rounds(context, state, protection, recovery_timeout_s, disk)
         self.protection = protection
         self._end = LoopEnd(
@@ -289,30 +289,11 @@ class Loop:
                 raise
         return STATUS.error is None
 
-    def _raised(self, number: int, error: BaseException) -> bool:
-        """The user's code has raised in step ``number``. True: the step is discarded, and tried again. False: the
-        exception ends the script. Does not return where another process has to try."""
-        context, where = self._context, signature(error)
-        discarded_anyway = STATUS.error is not None
-        known = (
-            number == self._counting.before + 1 or isinstance(error, NotFinite) or context.raised == (number, where)
-        )  # nothing has worked yet, or it was tried in vain
-        if context.must_join or context.raised is None or (known and not discarded_anyway):
-            context.failing = True
-            return False
-        print(f"p2pstate: an exception in step {number}, which is discarded and tried again:", file=sys.stderr)
-        traceback.print_exception(error)
-        text = describe(error)
-        leaving = isinstance(error, SystemExit | KeyboardInterrupt)
-        STATUS.fail(P2PStateError(f"rank {context.rank} raised {text} in step {number}"))
-        leaving = leaving or not clear_wrappers(self._models, error)
-        if not discarded_anyway:
-            context.raised = number, where
-            self._link.send("raised", epoch=STATUS.epoch, step=number, where=where, text=text, leaving=leaving)
-        if leaving:
-            context.leave(f"it raised {text} in step {number}, which only another process can try again")
-        self._discard_pending = True
-        return True
+    def _raised(self, step: int, error: BaseException) -> bool:
+        """The user's code has raised in ``step``. True: the step is discarded, and tried again."""
+        discarded = self._user_errors.raised(step, error, first=step == self._counting.before + 1)
+        self._discard_pending |= discarded
+        return discarded
 
     def _commit(self, block: StepBlock, voted: Ballot) -> None:
         block.committed = STATUS.between_steps = True
@@ -404,21 +385,17 @@ class Loop:
         self._feed.drop()
         self._interruption.mend()
         self._forget_gradients()
-        ended_at = self._end.data_ended_at
-        committed = 0 if newcomer else self.step
-        warm = self._rehearsals.num_steps
-        stages, spoilt = self._rehearsals.stages(), self._stepping.spoilt_step
         report = RankReport(
-            context.rank,
-            newcomer,
-            warm,
-            committed,
-            ended_at,
-            stages,
-            spoilt,
-            num_batches,
-            context.loop,
-            context.ends,
+            rank=context.rank,
+            newcomer=newcomer,
+            num_warm_steps=self._rehearsals.num_steps,
+            committed_step=0 if newcomer else self.step,
+            ended_at=self._end.data_ended_at,
+            wrappers=self._rehearsals.stages(),
+            spoilt_step=self._stepping.spoilt_step,
+            num_batches=num_batches,
+            loop=context.loop,
+            ends=context.ends,
         )
         try:
             with METER.inside("recovery.agree"):

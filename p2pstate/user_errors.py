@@ -1,7 +1,7 @@
-"""What an exception in a training step means: whether this process can try the step again.
+"""What an exception in a training step means: whether the step is tried again, and whether this process can.
 
-In: the exception, the models it was raised in. Out: a signature to recognise it by when it comes again, and models that
-are as before the step, or the answer that this process has to be replaced.
+In: the exception, the models it was raised in. Out: models that are as before the step, or this process on its way out;
+to its agent, a signature to recognise the exception by when it comes again: then it ends the script.
 
 An exception that leaves forward or the code around it leaves DDP and FSDP2 able to run forward again. One that leaves
 backward does not: DDP's reducer stays half way through its buckets, FSDP2 keeps parameters unsharded and stops training
@@ -11,6 +11,7 @@ leaves the layout of its buckets as it is on the other ranks.
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Iterable, Iterator
 from types import TracebackType
@@ -20,10 +21,44 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["can_be_reset", "clear_wrappers", "describe", "reset", "signature"]
+from p2pstate.errors import NotFinite, P2PStateError
+from p2pstate.groups.status import STATUS
+from p2pstate.worker.context import WorkerContext
+
+__all__ = ["UserErrors", "can_be_reset", "clear_wrappers", "describe", "reset", "signature"]
 
 _NEVER_RESET = (DistributedDataParallel, FullyShardedDataParallel)
 _BACKWARD = "_engine_run_backward"  # torch.autograd.graph: every backward pass runs inside of it
+
+
+class UserErrors:
+    """Of the steps of one Replicator."""
+
+    def __init__(self, context: WorkerContext, models: Iterable[nn.Module]) -> None:
+        self._context = context
+        self._models = list(models)
+
+    def raised(self, step: int, error: BaseException, *, first: bool) -> bool:
+        """The user's code has raised in ``step``. True: the step is discarded, and tried again. False: the exception
+        ends the script, because nothing has worked before (``first``) or it was tried in vain. Does not return where
+        another process has to try."""
+        context, where = self._context, signature(error)
+        discarded_anyway = STATUS.error is not None
+        known = first or isinstance(error, NotFinite) or context.raised == (step, where)
+        if context.must_join or context.raised is None or (known and not discarded_anyway):
+            context.failing = True
+            return False
+        print(f"p2pstate: an exception in step {step}, which is discarded and tried again:", file=sys.stderr)
+        traceback.print_exception(error)
+        text = describe(error)
+        STATUS.fail(P2PStateError(f"rank {context.rank} raised {text} in step {step}"))
+        leaving = isinstance(error, SystemExit | KeyboardInterrupt) or not clear_wrappers(self._models, error)
+        if not discarded_anyway:
+            context.raised = step, where
+            context.link.send("raised", epoch=STATUS.epoch, step=step, where=where, text=text, leaving=leaving)
+        if leaving:
+            context.leave(f"it raised {text} in step {step}, which only another process can try again")
+        return True
 
 
 def describe(error: BaseException) -> str:
