@@ -1,9 +1,9 @@
 """How a run ended, read from its run directory: ``p2pstate verdict``.
 
-In: the event files that the nodes left (``p2prun --run-dir``). Out: an exit code and a sentence. A launcher such as
-srun reports the worst of its tasks, also when a node died and was replaced; the run's own verdict is in the events of
-every node that lived to hear it.
-Limits: one run per directory; a node that was killed, or whose disk was full, tells nothing.
+In: the events and verdicts that the nodes left (``p2prun --run-dir``). Out: an exit code and a sentence. A launcher
+such as srun reports the worst of its tasks, also when a node died and was replaced; the run's own verdict was written
+by every node that lived to hear it.
+Limits: one run per directory; a node that was killed, or whose disk was full when it started, tells nothing.
 """
 
 from __future__ import annotations
@@ -50,10 +50,12 @@ class RunVerdict:
 
 def read_verdict(run_dir: Path) -> RunVerdict:
     """The run's verdict if a node heard one, else the last node's own end. OSError if the directory cannot be read."""
-    files = sorted(path for path in run_dir.iterdir() if path.match("events-*.jsonl"))
+    paths = sorted(run_dir.iterdir())
+    files = [path for path in paths if path.match("events-*.jsonl")]
     if not files:
         return RunVerdict(EXIT_CONFIG, f"no node has started: there are no events in {run_dir}")
-    verdicts = [event for path in files for event in _verdicts(path)]
+    kept_room = [path for path in paths if path.match("verdict-*.json")]  # see agent/events.py
+    verdicts = [event for path in files + kept_room for event in _verdicts(path)]
     if not verdicts:
         return RunVerdict(EXIT_RETRY, f"none of {len(files)} nodes lived to tell how the run ended")
     last = max(verdicts, key=lambda event: (event.get("scope") == "run", event["t"]))
@@ -63,5 +65,8 @@ def read_verdict(run_dir: Path) -> RunVerdict:
 def _verdicts(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for line in file:
-            if b'"event": "verdict"' in line and line.endswith(b"\n"):  # a node may die while it writes
-                yield json.loads(line)
+            if b'"event": "verdict"' in line:
+                try:
+                    yield json.loads(line)
+                except ValueError:
+                    continue  # a node died while it wrote, or its disk was full

@@ -122,6 +122,7 @@ class Agent:
     def run(self) -> int:
         """Until the run's verdict; returns the exit code. No process or memory of this node is left afterwards."""
         try:
+            self.events.keep_room_for_verdict()
             self.events.emit("agent_started", **describe_start(self._config, self._job))
             self._supervisor.start()
             self._supervisor.keep_spares(self._job.num_workers + 1 + self._job.num_rehearsed)

@@ -122,6 +122,7 @@ class VaultKeeper:
         self._site = Site(host.node, self._events, self._whole_status)
         config = host.config
         known = {"run id": config.run_id, "launcher": "torchrun", "training nodes": config.num_nodes_max}
+        self._events.keep_room_for_verdict()
         self._events.emit("agent_started", configuration=known, environment=environment())
         self._handlers: dict[str, Callable[..., None]] = {
             **self._requests.handlers,

@@ -1,7 +1,8 @@
 """What happened on this node, as JSON lines in the run directory and as sentences on the console.
 
 In: events. Out: ``events-<node>.jsonl`` (one object a line; never needed for recovery) and, unless quiet, one readable
-line per event on standard error. A full, slow or unwritable disk costs the record, never the run.
+line per event on standard error; ``verdict-<node>.json``, the verdict once more, for which room is kept from the start.
+A full, slow or unwritable disk costs the record, never the run; a disk that fills up does not cost the verdict.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from p2pstate.observe.spans import IncidentSpans
 
 __all__ = ["EventLog"]
 
+VERDICT_BYTES = 4096  # one line, with blanks up to this size: written over in place, which needs no new block
 _STDERR = 2
 
 
@@ -28,9 +30,11 @@ class EventLog:
 
     def __init__(self, node: str, directory: str | None, writer: Writer, *, quiet: bool) -> None:
         self._node = node
+        self._directory = directory
         self._quiet = quiet
         self._writer = writer
         self._fd: int | None = None
+        self._verdict_fd: int | None = None
         self.ledger = Ledger()  # of this node's ranks, earlier attempts included
         self.live = LiveRun(self.ledger)
         self.spans: IncidentSpans | None = None  # that tell of its incidents
@@ -40,6 +44,20 @@ class EventLog:
             if os.path.exists(path):
                 self.ledger.add_all(read_events(Path(path)))
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def keep_room_for_verdict(self) -> None:
+        """So that whoever asks how the run ended is told also when the disk is full by then."""
+        if self._directory is None:
+            return
+        path = os.path.join(self._directory, f"verdict-{self._node}.json")
+        try:
+            self._verdict_fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            if os.fstat(self._verdict_fd).st_size < VERDICT_BYTES:  # else one of an earlier process, which still counts
+                os.pwrite(self._verdict_fd, _line_of_size(b""), 0)
+                os.fsync(self._verdict_fd)
+        except OSError as error:
+            sentence = f"there is no room for the run's verdict ({error}): it may be lost when the run ends"
+            self.emit("verdict_room_failed", sentence, error=str(error))
 
     def emit(self, event: str, sentence: str = "", **fields: Any) -> None:
         """Record one event; ``sentence`` is what a person reads."""
@@ -52,11 +70,19 @@ class EventLog:
             self.spans.look(self.live.incidents)
         if self._fd is not None:
             self._writer.put(self._fd, json.dumps(record).encode() + b"\n")
+        if event == "verdict" and self._verdict_fd is not None:
+            short = {**record, "text": str(fields["text"])[: VERDICT_BYTES // 16]}  # at most 12 bytes a character
+            self._writer.put(self._verdict_fd, _line_of_size(json.dumps(short).encode()))
 
     def close(self) -> None:
         if self.spans is not None:
             self.spans.look(self.live.incidents, ended=True)
             self.spans.close()
-        if self._fd is not None:
-            self._writer.put(self._fd, b"")
-            self._fd = None
+        for fd in (self._fd, self._verdict_fd):
+            if fd is not None:
+                self._writer.put(fd, b"")
+        self._fd = self._verdict_fd = None
+
+
+def _line_of_size(text: bytes) -> bytes:
+    return text.ljust(VERDICT_BYTES - 1) + b"\n"

@@ -44,6 +44,7 @@ def test_verdict_of_nodes_that_were_all_asked_to_end_is_the_last_ones(tmp_path: 
 def test_verdict_with_no_node_left_to_tell_is_to_try_again(tmp_path: Path) -> None:
     write(tmp_path, "a", {"t": 1, "event": "step"})
     with (tmp_path / "events-a.jsonl").open("a") as file:
+        file.write('{"t": 2, "node": "a", "event": "verdict", "code": 0{"t": 3}\n')  # the disk was full, then was not
         file.write('{"t": 2, "node": "a", "event": "verdict", "code": 0')  # it died while it wrote
     assert main(["verdict", str(tmp_path)]) == 75
 
