@@ -18,7 +18,7 @@ from p2pstate.durable.files import digest_of
 from p2pstate.durable.manifest import MANIFEST, METADATA, Damaged, Manifest
 from p2pstate.durable.storage import Storage
 
-__all__ = ["Found", "damaged_files", "delete", "find", "list_checkpoints", "next_name", "to_delete"]
+__all__ = ["Found", "damaged_files", "delete", "deleted_since", "find", "list_checkpoints", "next_name", "to_delete"]
 __all__ += ["written_by_others"]
 
 _NAME = re.compile(r"(\d{6,})-step(\d+)")
@@ -52,8 +52,11 @@ class Found:
 
 def list_checkpoints(storage: Storage) -> list[Found]:
     """The newest first; empty when nothing was ever saved. Raises OSError when the place cannot be read, or some saves
-    cannot, and none of the others is complete."""
+    cannot, and none of the others is complete. What a running job deletes meanwhile is passed over."""
     found = [find(storage, name) for name in storage.saves() if _NAME.fullmatch(name)]
+    if any(each.problem for each in found):
+        still_there = set(storage.saves())
+        found = [each for each in found if each.name in still_there]
     unreadable = [f"{each.name} {each.problem}" for each in found if each.unreadable]
     if unreadable and all(each.problem for each in found):
         raise OSError("; ".join(unreadable))
@@ -79,6 +82,8 @@ def _look(storage: Storage, name: str, serial: int, step: int) -> Found:
     try:
         with storage.open(name, MANIFEST) as file:
             manifest = Manifest.unpack(file.read())
+    except FileNotFoundError:
+        return Found(storage, name, serial, step, "being deleted", interrupted=True)
     except (Damaged, ValueError, KeyError, TypeError) as error:
         return Found(storage, name, serial, step, f"{MANIFEST} is damaged: {error}")
     if METADATA not in sizes:
@@ -111,6 +116,11 @@ def damaged_files(
             wrong.append(f"{name} is damaged: its digest is not that of what was written")
         progress(size)
     return wrong
+
+
+def deleted_since(found: Found) -> bool:
+    """Whether a checkpoint that was complete has been deleted, or is being: its marker goes first. Raises OSError."""
+    return METADATA not in found.storage.sizes(found.name)
 
 
 def next_name(storage: Storage, step: int) -> str:

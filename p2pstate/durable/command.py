@@ -1,16 +1,17 @@
 """``p2pstate checkpoints`` and ``p2pstate export``: what a person does with checkpoints.
 
 In: arguments. Out: text or JSON, exit code 0, or 1 with a sentence on standard error (for ``verify``: when a checkpoint
-that is complete turns out to be damaged).
+that is complete turns out to be damaged). A job may save and delete meanwhile: what it deletes is not called damaged.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from p2pstate.sizes import size_text
 
 if TYPE_CHECKING:
     from p2pstate.durable.catalog import Found
+    from p2pstate.durable.manifest import Manifest
 
 __all__ = ["add_commands"]
 
@@ -88,10 +90,11 @@ def run_export(options: argparse.Namespace) -> int:
             reasons = "; ".join(f"{each.name} is not usable: {each.problem}" for each in found)
             raise ValueError(f"no {wanted} in {options.path}{reasons and f' ({reasons})'}")
         manifest = chosen[0].manifest
-        damaged = damaged_files(chosen[0], progress=_Progress(_num_bytes(chosen[:1])))
-        if damaged:
-            raise ValueError(f"{chosen[0].name}: {'; '.join(damaged)}")
-        num_tensors, num_bytes = export_weights(chosen[0], options.output, options.rank)
+        with _reading(chosen[0]):
+            damaged = damaged_files(chosen[0], progress=_Progress(_num_bytes(chosen[:1])))
+            if damaged:
+                raise ValueError(f"{chosen[0].name}: {'; '.join(damaged)}")
+            num_tensors, num_bytes = export_weights(chosen[0], options.output, options.rank)
         several = [] if options.rank is not None or manifest is None else differing(manifest)
     except (ValueError, OSError, ImportError) as error:
         print(f"p2pstate export: {error}", file=sys.stderr)
@@ -123,6 +126,21 @@ def _find(place: str) -> list[Found]:
     return found
 
 
+@contextlib.contextmanager
+def _reading(found: Found) -> Iterator[None]:
+    """Errors of reading a complete checkpoint that the job has deleted meanwhile say so."""
+    from p2pstate.durable.catalog import deleted_since
+
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if deleted_since(found):
+            raise ValueError(
+                f"{found.name} was deleted while it was read: a running job keeps its newest ones only; take another"
+            ) from error
+        raise
+
+
 def _list(options: argparse.Namespace, found: list[Found]) -> int:
     chosen = _chosen(options.names, found)
     if options.json:
@@ -142,14 +160,17 @@ def _list(options: argparse.Namespace, found: list[Found]) -> int:
 
 
 def _verify(options: argparse.Namespace, found: list[Found]) -> int:
-    from p2pstate.durable.catalog import damaged_files
+    from p2pstate.durable.catalog import damaged_files, deleted_since
 
     chosen = _chosen(options.names, found)
     progress = _Progress(_num_bytes(each for each in chosen if not each.problem))
     any_damaged = False
     for each in chosen:
         damaged = [each.problem] if each.problem else damaged_files(each, progress=progress)
-        any_damaged = any_damaged or (bool(damaged) and not each.interrupted)
+        if damaged and not each.problem and deleted_since(each):
+            damaged = ["deleted while it was read"]
+        else:
+            any_damaged = any_damaged or (bool(damaged) and not each.interrupted)
         if options.json:
             print(json.dumps({**_plain(each), "verified": not damaged, "damaged": damaged}))
         else:
@@ -158,20 +179,24 @@ def _verify(options: argparse.Namespace, found: list[Found]) -> int:
 
 
 def _show(options: argparse.Namespace, found: list[Found]) -> int:
-    from p2pstate.durable.dcp_read import Reader
-
     complete = [each for each in found if not each.problem]
     for each in _chosen(options.names, found) if options.names else complete[:1] or found[:1]:
         if each.manifest is None or each.problem:
             raise ValueError(f"{each.name} is not usable: {each.problem}")
-        m = each.manifest
-        print(f"{each.path}: step {m.version.step} of run {m.run[0]}, {m.world_size} ranks, {size_text(m.num_bytes)}")
-        reader = Reader(each)
-        for key, (dtype, size) in sorted(reader.tensors().items()):
-            print(f"  {key}  {str(dtype).removeprefix('torch.')} {list(size)}")
-        for rank in range(m.world_size):
-            _show_values(reader, rank)
+        with _reading(each):
+            _show_one(each, each.manifest)
     return 0
+
+
+def _show_one(found: Found, m: Manifest) -> None:
+    from p2pstate.durable.dcp_read import Reader
+
+    reader = Reader(found)
+    print(f"{found.path}: step {m.version.step} of run {m.run[0]}, {m.world_size} ranks, {size_text(m.num_bytes)}")
+    for key, (dtype, size) in sorted(reader.tensors().items()):
+        print(f"  {key}  {str(dtype).removeprefix('torch.')} {list(size)}")
+    for rank in range(m.world_size):
+        _show_values(reader, rank)
 
 
 def _show_values(reader: Any, rank: int) -> None:

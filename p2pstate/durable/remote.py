@@ -143,7 +143,7 @@ class RemoteStorage:
 
     def delete(self, save: str, marker: str) -> None:
         self.discard(save, marker)
-        with self._errors():
+        with self._errors(), contextlib.suppress(FileNotFoundError):  # somebody else deletes it as well
             self._fs.rm(self._path_of(save), recursive=True)
 
     def _path_of(self, *names: str) -> str:

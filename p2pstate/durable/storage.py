@@ -9,6 +9,7 @@ Invariants: a file that :meth:`Storage.store` returned for was read back from st
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -105,7 +106,8 @@ class Directory:
             path.unlink()  # what it leads to was put elsewhere by somebody
             return
         self.discard(save, marker)
-        shutil.rmtree(path)
+        with contextlib.suppress(FileNotFoundError):  # somebody else deletes it as well
+            shutil.rmtree(path)
 
 
 def _entries(path: Path) -> list[os.DirEntry[str]]:

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import pytest
 from durable_site import Site
@@ -62,6 +62,12 @@ def pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
+def swap(one: Path, other: Path) -> None:
+    kept = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(kept)
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no marker": (lambda d: (d / METADATA).unlink(), "was not published"),
     "no manifest": (lambda d: (d / MANIFEST).unlink(), "is missing"),
@@ -69,6 +75,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "data missing": (lambda d: (d / "__1_0.distcp").unlink(), "__1_0.distcp is missing"),
     "data truncated": (lambda d: truncate(d / "__0_0.distcp"), "__0_0.distcp has"),
     "data flipped": (lambda d: flip(d / "__0_0.distcp"), "__0_0.distcp is damaged"),
+    "data of two nodes swapped": (lambda d: swap(d / "__0_0.distcp", d / "__1_0.distcp"), "__0_0.distcp has"),
+    "data of another checkpoint": (
+        lambda d: (d / "__0_0.distcp").write_bytes((d.parent / "000002-step20" / "__0_0.distcp").read_bytes()),
+        "__0_0.distcp is damaged",
+    ),
     "marker flipped": (lambda d: flip(d / METADATA), ".metadata is damaged"),
     "marker truncated": (lambda d: truncate(d / METADATA), ".metadata has"),
     "manifest flipped": (lambda d: flip(d / MANIFEST), "p2pstate.manifest is damaged"),
@@ -91,6 +102,17 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(damage: str, ro
     (skipped,) = found.skipped
     assert skipped.startswith("000003-step30: ")
     assert sentence in skipped
+
+
+def test_files_swapped_between_two_checkpoints_make_both_damaged(root: Path) -> None:
+    sizes = {(root / name / "__1_0.distcp").stat().st_size for name in ("000002-step20", "000003-step30")}
+    assert len(sizes) == 1
+    swap(root / "000003-step30" / "__1_0.distcp", root / "000002-step20" / "__1_0.distcp")
+    found = resolve_on(Directory(root), 2)
+    assert found.choice is not None
+    assert found.choice.step == 10
+    verified = [damaged_files(each) for each in list_checkpoints(Directory(root))]
+    assert verified == [["__1_0.distcp is damaged: its digest is not that of what was written"]] * 2 + [[]]
 
 
 def test_two_damaged_checkpoints_leave_the_third(root: Path) -> None:
@@ -216,6 +238,21 @@ def test_deleting_begins_with_the_marker(root: Path, monkeypatch: pytest.MonkeyP
     assert list_checkpoints(Directory(root))[0].interrupted
     delete(found)
     assert [each.step for each in list_checkpoints(Directory(root))] == [20, 10]
+
+
+def test_checkpoint_that_is_deleted_while_all_are_listed_is_passed_over(root: Path) -> None:
+    class Deleting(Directory):
+        def open(self, save: str, name: str) -> BinaryIO:
+            if save == "000002-step20":
+                self.delete(save, METADATA)
+            return super().open(save, name)
+
+    found = list_checkpoints(Deleting(root))
+    assert [each.step for each in found if not each.problem] == [30, 10]
+    assert len(found) == 2
+    for _ in range(2):  # two may delete the same
+        delete(found[0])
+    assert [each.step for each in list_checkpoints(Directory(root))] == [10]
 
 
 @pytest.mark.parametrize("cut", [0, 1, 15, 16, 40, -1])

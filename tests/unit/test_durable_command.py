@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from p2pstate.cli import main
+from p2pstate.durable.manifest import MANIFEST, METADATA
+from p2pstate.durable.storage import Directory
 
 
 @pytest.fixture
@@ -67,6 +70,40 @@ def test_delete_removes_what_is_named_but_never_the_last_good_one(
     assert "no complete checkpoint would be left" in capsys.readouterr().err
     assert main(["checkpoints", str(root), "delete", "000001-step10", "000003-step30"]) == 0
     assert [path.name for path in root.iterdir()] == ["000002-step20"]
+
+
+class Deleting(Directory):
+    """A job deletes each checkpoint as soon as a file of it is wanted, after its manifest."""
+
+    def open(self, save: str, name: str) -> BinaryIO:
+        if name != MANIFEST:
+            self.delete(save, METADATA)
+        return super().open(save, name)
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "says"),
+    [
+        (
+            "checkpoints ROOT verify",
+            0,
+            "000002-step20            deleted while it was read\n000001-step10            del",
+        ),
+        ("checkpoints ROOT show", 1, "p2pstate checkpoints: 000002-step20 was deleted while it was read: "),
+        ("export ROOT ROOT/weights", 1, "p2pstate export: 000002-step20 was deleted while it was read: "),
+    ],
+)
+def test_checkpoint_that_a_job_deletes_meanwhile_is_no_damage(
+    command: str,
+    code: int,
+    says: str,
+    root: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("p2pstate.durable.remote.Directory", Deleting)
+    assert main(command.replace("ROOT", str(root)).split()) == code
+    assert says in "".join(capsys.readouterr())
 
 
 @pytest.mark.parametrize(
