@@ -89,6 +89,14 @@ class WorkerContext:
         )
 
     @property
+    def why_ended_early(self) -> str:
+        return (
+            f"the script ended after training loop {self.loop}, but the run is in loop {self.loop_to_join}: here, the "
+            "loops before gave no steps, and what stands between them ran with a model that is not restored yet. End "
+            "training there only `if not state.rehearsing`, and keep what it needs of the loops in extra="
+        )
+
+    @property
     def passes_by(self) -> bool:
         """The loop that this process is in was over before it began: it joins in a later one."""
         return self.must_join and self.loop < self.loop_to_join

@@ -42,6 +42,9 @@ def worker_main(sock: socket.socket) -> int:
         print(f"p2pstate: {text}", file=sys.stderr)
     if code == 0 and context.failing:
         code, text = 1, "the script ended in the middle of a step, with exit code 0"
+    if context.loop and context.passes_by:
+        print(f"p2pstate: {context.why_ended_early}", file=sys.stderr)
+        code, text = (code, text) if code else (1, context.why_ended_early)
     sys.stdout.flush()
     sys.stderr.flush()
     run_exit_handlers()

@@ -160,6 +160,8 @@ LOOPS = """
                 die()
         if rank == 1 and epoch == 1 and KILLS and once("killed-between"):
             die()
+        if KILLS and state.rehearsing and once("killed-by-ending"):
+            sys.exit()
         optimizer.param_groups[0]["lr"] *= 0.5
         x = torch.ones(1); dist.all_reduce(x); assert state.rehearsing or x.item() == 2
         ended.append(state.committed_step)
@@ -196,7 +198,8 @@ LOOPS = """
 def test_loops_one_after_another_are_resumed_in_the_one_that_was_under_way(
     tmp_path: Path, fork_server: dict[str, str]
 ) -> None:
-    """Epochs as loops of their own, then another Replicator; killed in loops, between them and right after."""
+    """Epochs as loops of their own, then another Replicator; killed in loops, between them and right after; a newcomer
+    ends its script between loops that it passes by."""
     ends = {}
     for name, kills in (("undisturbed", ()), ("faulted", (11, 25))):
         body = TRAINING + f"\n    KILLS, NAME = {kills}, {name!r}" + LOOPS
@@ -204,7 +207,9 @@ def test_loops_one_after_another_are_resumed_in_the_one_that_was_under_way(
         assert code == 0, stderr
         ends[name] = [(tmp_path / f"{name}-{rank}").read_text() for rank in range(2)]
     killed = {path.name for path in tmp_path.glob("killed-*")}
-    assert killed == {"killed-11", "killed-25", "killed-between", "killed-other"}, f"{killed}\n{stderr}"
+    names = {"killed-11", "killed-25", "killed-between", "killed-other", "killed-by-ending"}
+    assert killed == names, f"{killed}\n{stderr}"
+    assert "cannot start alone (the script ended after training loop 1, but the run is in loop 2" in stderr
     assert ends["faulted"] == ends["undisturbed"], stderr
 
 
