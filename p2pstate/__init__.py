@@ -108,6 +108,7 @@ Layout, from the top down (a file imports only what stands above it):
     durable/dcp_read.py
     durable/resize.py       pure: a checkpoint for another number of ranks
     durable/session.py      pure: one save, as one node sees it
+    durable/patience.py     storage that does not answer
     durable/resume.py       which checkpoint, and a rank's state out of it
     durable/export.py       the weights alone, as safetensors
     durable/command.py      p2pstate checkpoints, p2pstate export

@@ -49,13 +49,13 @@ class Disk:
     ) -> Resolved:
         """Decide with all ranks of the round, once in it. ``why``: why the disk is asked. ``before_step``,
         ``num_back``: see durable.resume.resolve."""
-        from p2pstate.durable.resume import resolve
+        from p2pstate.durable.resume import GIVEN_UP_WITHIN_S, resolve
 
         known = self._resolved.get(info.epoch)
         if known is not None:
             return known
         began = time.monotonic()
-        with STATUS.trace.expect("checking checkpoints", self._timeout_s):
+        with STATUS.trace.expect("checking checkpoints", self._timeout_s + GIVEN_UP_WITHIN_S):
             found = resolve(store, self._storage, self._rank, info.world_size, self._timeout_s, before_step, num_back)
         self._resolved = {info.epoch: found}
         if self._rank == 0:

@@ -9,6 +9,7 @@ one that did not is named and skipped, by everybody; nobody mixes.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,12 +22,15 @@ from torch._C._distributed_c10d import Store
 from p2pstate.durable.catalog import Found, damaged_files, find, list_checkpoints
 from p2pstate.durable.dcp_read import Reader, Wanted
 from p2pstate.durable.keys import key_of, values_path
+from p2pstate.durable.patience import answer_by
 from p2pstate.durable.resize import resize
 from p2pstate.durable.storage import Storage
 from p2pstate.errors import ConfigError
 from p2pstate.state import Leaf
 
-__all__ = ["Loaded", "Resolved", "load", "load_resized", "resolve"]
+__all__ = ["GIVEN_UP_WITHIN_S", "Loaded", "Resolved", "load", "load_resized", "resolve"]
+
+GIVEN_UP_WITHIN_S = 10.0  # after the deadline a rank whose storage hangs has said so
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,35 +51,49 @@ def resolve(
     num_back: int = 1,
 ) -> Resolved:
     """Called by all ranks of a round alike: the newest good one; of those before ``before_step``, if given, the
-    ``num_back``-th newest, or the oldest where there are fewer. Raises ConfigError when what is there cannot be read.
+    ``num_back``-th newest, or the oldest where there are fewer. Raises ConfigError when any rank cannot read what is
+    there, or not within ``timeout_s`` in all.
     """
-    timeout = timedelta(seconds=timeout_s)
+    deadline = time.monotonic() + timeout_s
     if rank == 0:
-        store.set("disk/candidates", _candidates(storage, before_step, num_back))
-    store.wait(["disk/candidates"], timeout)
+        store.set("disk/candidates", _candidates(storage, before_step, num_back, deadline))
+    _wait(store, ["disk/candidates"], deadline)
     listed = msgpack.unpackb(store.get("disk/candidates"))
     if listed["error"]:
-        raise ConfigError(
-            f"the checkpoints at {storage.where} cannot be read ({listed['error']}): what is there would be lost sight "
-            "of. Make it readable on every node, or give another place"
-        )
+        raise _unreadable(storage, listed["error"])
     skipped: list[str] = list(listed["skipped"])
     for index, (name, digest) in enumerate(listed["complete"]):
-        found, problems = _verify(storage, name, digest, rank, world_size)
-        store.set(f"disk/{index}/{rank}", msgpack.packb(problems))
+        verified = _verify_by(deadline, storage, name, digest, rank, world_size)
+        store.set(f"disk/{index}/{rank}", msgpack.packb([verified.problems, verified.hung]))
         keys = [f"disk/{index}/{each}" for each in range(world_size)]
-        store.wait(keys, timeout)
-        everybodys = sorted({problem for key in keys for problem in msgpack.unpackb(store.get(key))})
+        _wait(store, keys, deadline)
+        everybodys: set[str] = set()
+        for key in keys:
+            problems, hung = msgpack.unpackb(store.get(key))
+            if hung:
+                raise _unreadable(storage, hung)
+            everybodys |= set(problems)
         if not everybodys:
-            return Resolved(found, tuple(skipped))
-        skipped.append(f"{name}: {'; '.join(everybodys)}")
+            return Resolved(verified.found, tuple(skipped))
+        skipped.append(f"{name}: {'; '.join(sorted(everybodys))}")
     return Resolved(None, tuple(skipped))
 
 
-def _candidates(storage: Storage, before_step: int | None, num_back: int) -> Any:
+def _wait(store: Store, keys: list[str], deadline: float) -> None:
+    store.wait(keys, timedelta(seconds=max(0.0, deadline - time.monotonic()) + GIVEN_UP_WITHIN_S))
+
+
+def _unreadable(storage: Storage, why: str) -> ConfigError:
+    return ConfigError(
+        f"the checkpoints at {storage.where} cannot be read ({why}): what is there would be lost sight of. Make it "
+        "readable on every node, or give another place"
+    )
+
+
+def _candidates(storage: Storage, before_step: int | None, num_back: int, deadline: float) -> Any:
     """The complete ones, the newest first, and why the others are none. (The oldest that are broken are not told.)"""
     try:
-        found = list_checkpoints(storage)
+        found = answer_by(deadline, lambda: list_checkpoints(storage), f"the list of checkpoints at {storage.where}")
     except OSError as error:
         return _packed([], [], str(error))
     complete = [each for each in found if each.manifest is not None and not each.problem]
@@ -91,14 +109,30 @@ def _packed(complete: Sequence[tuple[str, str]], skipped: Sequence[str], error: 
     return msgpack.packb({"complete": complete, "skipped": skipped, "error": error})
 
 
-def _verify(storage: Storage, name: str, digest: str, rank: int, world_size: int) -> tuple[Found, list[str]]:
-    """This rank's part of the files. Storage may fail for one rank only: nobody waits for it in vain."""
-    found = find(storage, name)
-    if found.problem or found.manifest is None:
-        return found, [found.problem]
-    if found.manifest.digest != digest:
-        return found, ["it reads differently on different nodes"]
-    return found, damaged_files(found, sorted(found.manifest.files)[rank::world_size])
+@dataclass(frozen=True, slots=True)
+class _Verified:
+    """``hung``: storage did not answer, so nothing is known."""
+
+    found: Found | None
+    problems: list[str]
+    hung: str = ""
+
+
+def _verify_by(deadline: float, storage: Storage, name: str, digest: str, rank: int, num_ranks: int) -> _Verified:
+    """This rank's part of the files. Storage may fail or hang for one rank only: nobody waits for it in vain."""
+
+    def verify() -> _Verified:
+        found = find(storage, name)
+        if found.problem or found.manifest is None:
+            return _Verified(found, [found.problem])
+        if found.manifest.digest != digest:
+            return _Verified(found, ["it reads differently on different nodes"])
+        return _Verified(found, damaged_files(found, sorted(found.manifest.files)[rank::num_ranks]))
+
+    try:
+        return answer_by(deadline, verify, f"the content of {storage.where}/{name}")
+    except TimeoutError as error:
+        return _Verified(None, [], str(error))
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,8 @@ from p2pstate.durable.resume import Resolved, resolve
 from p2pstate.durable.storage import Directory, Storage
 from p2pstate.errors import ConfigError
 
+DEADLINE_S = 30.0
+
 
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
@@ -143,6 +145,43 @@ def test_directory_that_cannot_be_read_is_an_error_and_not_a_fresh_start(tmp_pat
     for path in (file, dangling):
         with pytest.raises(ConfigError, match="cannot be read"):
             resolve(HashStore(), Directory(path), 0, 1, 5.0)
+
+
+@pytest.mark.parametrize("hangs_at", ["the list", "the content"])
+def test_storage_that_hangs_is_waited_for_aloud_and_ends_all_ranks_in_time(
+    hangs_at: str, root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("p2pstate.durable.patience.FIRST_SAID_S", 0.05)
+    answers = threading.Event()
+
+    class Hanging(Directory):
+        def saves(self) -> list[str]:
+            if hangs_at == "the list":
+                answers.wait(DEADLINE_S)
+            return super().saves()
+
+        def open(self, save: str, name: str) -> BinaryIO:
+            if hangs_at == "the content" and name == METADATA:  # which is one of the ranks' to read
+                answers.wait(DEADLINE_S)
+            return super().open(save, name)
+
+    store, said = HashStore(), []
+
+    def rank_says(rank: int) -> None:
+        try:
+            resolve(store, Hanging(root), rank, 2, 0.3)
+        except ConfigError as error:
+            said.append(str(error))
+
+    ranks = [threading.Thread(target=rank_says, args=(rank,)) for rank in range(2)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(DEADLINE_S)
+    answers.set()
+    assert len(said) == 2
+    assert all(f"cannot be read ({hangs_at} of " in each and " did not come within " in each for each in said)
+    assert f"p2pstate: waiting for {hangs_at} of" in capfd.readouterr().err
 
 
 def test_saves_none_of_which_can_be_read_are_an_error_and_not_a_fresh_start(root: Path) -> None:
