@@ -28,6 +28,7 @@ from rendezvous.events import (
     Propose,
     Received,
     Tick,
+    Unauthorised,
 )
 from rendezvous.fences import Fences
 from rendezvous.joining import Joining
@@ -148,6 +149,8 @@ class Core:
                 self.detector.on_lost(event.address, now)
             case Dialed():
                 self.detector.on_dialed(event.address, event.refused, now)
+            case Unauthorised():
+                self.motives.turned_away()
             case Contacts():
                 self._joining.read(event, now)
             case Propose():

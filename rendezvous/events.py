@@ -35,6 +35,11 @@ class Dialed:
 
 
 @dataclass(frozen=True, slots=True)
+class Unauthorised:
+    """Somebody connected who has another key or none, or has one where none is used. Nobody knows who."""
+
+
+@dataclass(frozen=True, slots=True)
 class Contacts:
     """The contact list as it reads now, and what is wrong with it."""
 
@@ -75,5 +80,15 @@ class FenceAnswered:
 
 
 Event: TypeAlias = (
-    Received | Tick | ConnectionLost | Dialed | Contacts | Propose | Declare | Leave | AssumeDead | FenceAnswered
+    Received
+    | Tick
+    | ConnectionLost
+    | Dialed
+    | Unauthorised
+    | Contacts
+    | Propose
+    | Declare
+    | Leave
+    | AssumeDead
+    | FenceAnswered
 )

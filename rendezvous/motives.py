@@ -30,6 +30,7 @@ class Motives:
         self._config = config
         self._timing = config.timing
         self._out = out
+        self._is_stranger_known = False
         self._requests: list[str] = []
         self._own_requests: list[str] = []
         self._resend_s = now
@@ -62,6 +63,11 @@ class Motives:
             self._out.send(sender, Decided(view))
         elif view is not None and message.epoch == view.epoch and sender.key in view.keys:
             self._note(message.reason)
+
+    def turned_away(self) -> None:
+        """A connection without the right key: perhaps a node that is missed here."""
+        if not self._is_stranger_known:
+            self._is_stranger_known, self._found_from = True, None
 
     def reset(self, now: float) -> None:
         """An epoch was decided: requests for it are void, other motives are found again if they still hold."""
@@ -135,7 +141,12 @@ class Motives:
             found += f" to {config.num_nodes_max}"
         if len(nodes) < config.num_nodes_min:
             self._enough_since_s = None
-            self._out.put(Waiting(f"{found} training nodes joined: waiting for the others"))
+            stranger = (
+                "; somebody was turned away here for having another key, or none: check that all nodes have the same "
+                "run id and key"
+            )
+            hint = stranger if self._is_stranger_known else ""
+            self._out.put(Waiting(f"{found} training nodes joined: waiting for the others{hint}"))
             return []
         if self._enough_since_s is None:
             self._enough_since_s = self._now

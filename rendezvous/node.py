@@ -224,6 +224,8 @@ class Node:
             self._step(events.ConnectionLost(address))
         for address, refused in incoming.dialed:
             self._step(events.Dialed(address, refused))
+        if incoming.num_unauthorised:
+            self._step(events.Unauthorised())
         for fd in incoming.readable:
             callback = self._readers.get(fd)
             if callback is not None and not self._stopped:

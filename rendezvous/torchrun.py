@@ -117,12 +117,12 @@ class AgentProcess:
             problem = self.lost or f"it did not get ready within {_START_S:g} s"
             raise RendezvousConnectionError(f"this node's agent cannot start: {problem}")
 
-    def wait_round(self, after: int, timeout_s: float) -> Round | None:
+    def wait_round(self, after: int, until_s: float, timeout_s: float) -> Round | None:
         """A newer round in which this node has a place; None if this agent is lost or there is a verdict.
 
-        RendezvousTimeoutError if there is none in time; a spare waits as long as the run lasts.
+        RendezvousTimeoutError if there is none by `until_s`; a spare waits as long as the run lasts, and `timeout_s`
+        from when it is none any more.
         """
-        until_s = time.monotonic() + timeout_s
         with self._changed:
             while not self.lost and self.verdict is None:
                 newest = self._round
@@ -132,7 +132,7 @@ class AgentProcess:
                     until_s = time.monotonic() + timeout_s
                 elif time.monotonic() >= until_s:
                     why = self._waiting or "no node answered"
-                    raise RendezvousTimeoutError(f"no view within {timeout_s:.0f} s (--rdzv-conf timeout=S): {why}")
+                    raise RendezvousTimeoutError(f"no view within {timeout_s:g} s (--rdzv-conf timeout=S): {why}")
                 self._changed.wait(0.5)
         return None
 
@@ -230,7 +230,7 @@ class P2PHandler(RendezvousHandler):
             agent = self._living_agent()
             reason = "its workers ended, or must start again"
             agent.client.send("next", after_round=self._round, reason=reason)
-            found = agent.wait_round(self._round, max(0.0, until_s - time.monotonic()))
+            found = agent.wait_round(self._round, until_s, self._settings.join_timeout_s)
             if agent.verdict is not None:
                 self._exit(*agent.verdict)
             if found is None or found.place is None:

@@ -13,12 +13,15 @@ from typing import Protocol
 
 @dataclass(slots=True)
 class Incoming:
-    """What one `poll` found. `dialed`: (address, was the connection refused?); `readable`: watched descriptors."""
+    """What one `poll` found. `dialed`: (address, was the connection refused?); `readable`: watched descriptors;
+    `num_unauthorised`: connections turned away because they had another key or none, or had one where none is used.
+    """
 
     frames: list[bytes] = field(default_factory=list)
     lost: list[str] = field(default_factory=list)
     dialed: list[tuple[str, bool]] = field(default_factory=list)
     readable: list[int] = field(default_factory=list)
+    num_unauthorised: int = 0
 
 
 class Transport(Protocol):

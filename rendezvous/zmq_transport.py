@@ -105,7 +105,8 @@ class ZmqTransport:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 2 * MAX_PEERS + 16)
         self._zap: zmq.Socket[bytes] | None = None
-        self._zap_fd = self._router_fd = -1
+        self._refusals: zmq.Socket[bytes] | None = None  # tells of failed handshakes
+        self._zap_fd = self._router_fd = self._refusals_fd = -1
         self._more_frames = False
         self._epoll = select.epoll()
         self._epoll.register(self._wake_read, select.EPOLLIN)
@@ -137,6 +138,10 @@ class ZmqTransport:
             router.set(zmq.CURVE_SERVER, 1)
             router.set(zmq.CURVE_SECRETKEY, self._keys.server_secret)
         self._router_fd = self._watch_socket(router)
+        self._refusals = router.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+        )
+        self._refusals_fd = self._watch_socket(self._refusals)
         host, port = split_endpoint(config.bind, "bind", any_port=True)
         try:
             router.bind(f"tcp://{bind_address(host, port)}")
@@ -280,6 +285,8 @@ class ZmqTransport:
                 self._more_frames = True
             elif fd == self._zap_fd:
                 self._authenticate()
+            elif fd == self._refusals_fd:
+                found.num_unauthorised += self._count_refusals()
             elif fd in self._monitors:
                 self._read_monitor(self._monitors[fd], found.lost)
             else:
@@ -334,6 +341,18 @@ class ZmqTransport:
                 peer.connected = False
                 lost.append(address)
 
+    def _count_refusals(self) -> int:
+        """Failed handshakes since the last call."""
+        assert self._refusals is not None
+        num_refused = 0
+        while True:
+            try:
+                self._refusals.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                self.counters.unauthorised += num_refused
+                return num_refused
+            num_refused += 1
+
     def _authenticate(self) -> None:
         """Answer ZeroMQ's question (RFC 27) whether a client's key may connect."""
         assert self._zap is not None
@@ -345,7 +364,6 @@ class ZmqTransport:
             except zmq.Again:
                 return
             good = len(request) == 7 and request[0] == b"1.0" and request[5] == b"CURVE" and request[6] == allowed
-            self.counters.unauthorised += not good
             sequence = request[1] if len(request) > 1 else b""
             code, text = (b"200", b"OK") if good else (b"400", b"unknown key")
             self._zap.send_multipart([b"1.0", sequence, code, text, b"", b""])
@@ -363,7 +381,10 @@ class ZmqTransport:
         if self._zap is not None:
             self._zap.close(0)
         if hasattr(self, "_router"):
+            self._router.disable_monitor()
             self._router.close(0)
+        if self._refusals is not None:
+            self._refusals.close(0)
         self._wake_read.close()
         self._wake_write.close()
         self._epoll.close()

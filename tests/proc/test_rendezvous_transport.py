@@ -49,6 +49,7 @@ def poll_until(transport: ZmqTransport, found: Callable[[Incoming], object], tim
         total.lost += more.lost
         total.dialed += more.dialed
         total.readable += more.readable
+        total.num_unauthorised += more.num_unauthorised
     return total
 
 
@@ -119,15 +120,24 @@ def test_address_of_another_host_is_one_clear_error(opened: Callable[..., ZmqTra
         opened("192.0.2.1:0", key=KEY)
 
 
-@pytest.mark.parametrize("other", [{"key": b"another key of 16"}, {"key": KEY, "run": "other"}, {}])
-def test_client_without_the_key_of_this_run_is_not_heard(
-    opened: Callable[..., ZmqTransport], other: dict[str, Any]
+@pytest.mark.parametrize(
+    ("other", "own"),
+    [
+        ({"key": b"another key of 16"}, KEY),
+        ({"key": KEY, "run": "other"}, KEY),
+        ({}, KEY),
+        ({"key": KEY}, None),
+    ],
+)
+def test_client_without_the_key_of_this_run_is_not_heard_but_noticed(
+    opened: Callable[..., ZmqTransport], other: dict[str, Any], own: bytes | None
 ) -> None:
-    server = opened(key=KEY)
+    server = opened(key=own)
     stranger = ZmqTransport(Config(other.get("run", "run"), "b", "127.0.0.1:0", key=other.get("key")))
-    friend = opened(key=KEY)
+    friend = opened(key=own)
     try:
         stranger.send(server.address, b"let me in")
+        poll_until(server, lambda found: found.num_unauthorised)
         friend.send(server.address, b"hello")
         found = poll_until(server, lambda found: found.frames)
         until_s = time.monotonic() + 0.5

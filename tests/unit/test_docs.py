@@ -39,7 +39,7 @@ FOREIGN = {
     "torchrun": {"--max-restarts", "--monitor-interval", "--nnodes", "--nproc-per-node", "--standalone"}
     | {f"--rdzv-{name}" for name in ("backend", "conf", "endpoint", "id")},
     "accelerate launch": {"--machine_rank", "--main_process_ip", "--max_restarts", "--multi_gpu", "--rdzv_backend"}
-    | {"--num_machines", "--num_processes", "--rdzv_conf"},
+    | {"--main_process_port", "--num_machines", "--num_processes", "--rdzv_conf"},
     "scripts of the repository": {"--device", "--namespaces", "--out", "--share-cards", "--silent", "--steps"}
     | {"--gpus", "--nodes", "--workers"},
 }

@@ -418,6 +418,15 @@ def test_first_view_waits_for_everybody_expected_but_not_beyond_the_last_call(
     assert waits_for is None or any(waits_for in reason for reason in reasons)
 
 
+def test_stranger_turned_away_is_a_hint_while_nodes_are_missing_once() -> None:
+    bench = Bench()
+    bench.step(events.Tick(), 0.0)
+    (waiting,) = bench.step(events.Unauthorised(), 0.1)
+    assert isinstance(waiting, Waiting)
+    assert waiting.reason.startswith("1 of 2 training nodes joined: waiting for the others; somebody was turned away")
+    assert bench.step(events.Unauthorised(), 0.2) == []
+
+
 def test_rejoining_agent_founds_no_run() -> None:
     bench = Bench(rejoin=True, failure_s=60.0)
     bench.core.membership.apply(Update(member("b"), Status.ALIVE, 0, "", False, "b"), 0.0)
