@@ -10,9 +10,9 @@ from the version that they resume. Besides model, optimizers and schedulers the 
 callbacks' ``state_dict``, metrics that are accumulating, and what early stopping decided.
 
 Limits: one training loader with a length and a position (``state_dict``), all of its batches; no ``ckpt_path`` for
-``fit``, no time-based validation, validation only where an optimizer steps. Lines that loggers have written for a step
-that a fault takes back come again. What the module or a callback keeps outside of its ``state_dict`` is not part of the
-state.
+``fit``, no ``FSDPStrategy``, no time-based validation, validation only where an optimizer steps. Lines that loggers
+have written for a step that a fault takes back come again. What the module or a callback keeps outside of its
+``state_dict`` is not part of the state.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loops import _FitLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
+from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer import call
 from torchmetrics import Metric
 
@@ -57,6 +58,11 @@ class Replicate(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Lightning calls this before it sets up data and model: take over the loop of ``fit``."""
+        if isinstance(trainer.strategy, FSDPStrategy):
+            raise ConfigError(
+                "FSDPStrategy cannot be protected: it is FSDP1, which needs cards and has not been tried here; shard "
+                " with FSDP2: Trainer(strategy=ModelParallelStrategy()), and fully_shard in configure_model"
+            )
         if stage == "fit" and not isinstance(trainer.fit_loop, _ReplicatedFitLoop):
             trainer.fit_loop = _ReplicatedFitLoop(trainer, self)
 

@@ -88,6 +88,14 @@ def test_fit_with_several_training_loaders_is_refused(tmp_path: Path) -> None:
         fit([Loader(SAMPLES, num_workers=0), Loader(SAMPLES, num_workers=0)], tmp_path)
 
 
+def test_fit_with_fsdp1_is_refused_and_fsdp2_named(tmp_path: Path) -> None:
+    class OnCPU(lightning.pytorch.strategies.FSDPStrategy):  # itself begins only where a card is
+        pass
+
+    with pytest.raises(ConfigError, match=r"FSDPStrategy .*ModelParallelStrategy"):
+        fit(Loader(SAMPLES, num_workers=0), tmp_path, strategy=OnCPU())
+
+
 def test_fit_from_a_checkpoint_of_lightnings_is_refused(tmp_path: Path) -> None:
     stock = lightning.Trainer(accelerator="cpu", devices=1, max_steps=2, logger=False, default_root_dir=tmp_path)
     stock.fit(model(), torch.utils.data.DataLoader(SAMPLES))
