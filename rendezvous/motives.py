@@ -141,10 +141,7 @@ class Motives:
             found += f" to {config.num_nodes_max}"
         if len(nodes) < config.num_nodes_min:
             self._enough_since_s = None
-            stranger = (
-                "; somebody was turned away here for having another key, or none: check that all nodes have the same "
-                "run id and key"
-            )
+            stranger = "; somebody was turned away here for another run id or key: check that all nodes have the same"
             hint = stranger if self._is_stranger_known else ""
             self._out.put(Waiting(f"{found} training nodes joined: waiting for the others{hint}"))
             return []
