@@ -22,7 +22,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--out", type=Path, required=True, help="folder for the final state")
-    parser.add_argument("--sharded", action="store_true", help="FSDP2 instead of DDP")
     args = parser.parse_args()
 
     p2pstate.init_process_group()  # before TrainingArguments, which would make another one
@@ -33,8 +32,6 @@ def main() -> None:
     training = TrainingArguments(
         output_dir=str(args.out / "trainer"),
         use_cpu=True,
-        fsdp="full_shard" if args.sharded else None,
-        fsdp_config={"fsdp_version": 2, "transformer_layer_cls_to_wrap": ["GPT2Block"]} if args.sharded else None,
         max_steps=args.steps,
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,

@@ -58,10 +58,10 @@ class Replicate(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Lightning calls this before it sets up data and model: take over the loop of ``fit``."""
-        if isinstance(trainer.strategy, FSDPStrategy):
+        if stage == "fit" and isinstance(trainer.strategy, FSDPStrategy):
             raise ConfigError(
                 "FSDPStrategy cannot be protected: it is FSDP1, which needs cards and has not been tried here; shard "
-                " with FSDP2: Trainer(strategy=ModelParallelStrategy()), and fully_shard in configure_model"
+                "with FSDP2: Trainer(strategy=ModelParallelStrategy()), and fully_shard in configure_model"
             )
         if stage == "fit" and not isinstance(trainer.fit_loop, _ReplicatedFitLoop):
             trainer.fit_loop = _ReplicatedFitLoop(trainer, self)

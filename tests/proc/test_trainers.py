@@ -23,7 +23,6 @@ EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 WITHIN_S = 180.0
 TRAINERS = [
     ("transformers", "train_huggingface.py", 60),  # four epochs of 15 steps, each of two micro-batches
-    ("transformers", "train_huggingface.py --sharded", 24),
     ("accelerate", "train_accelerate.py", 60),
     ("lightning", "train_lightning.py", 40),  # ten epochs of 4 steps, each of two batches; faults while it validates
     ("lightning", "train_lightning.py --sharded", 20),
