@@ -157,6 +157,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/describing.py     what a run was started with
     agent/budget.py         pure: how often a run may fail
     agent/rounds.py         pure: how a round begins
+    agent/save_writer.py    the process that writes them, as its agent sees it
     agent/saves.py          saves, as the agent runs them
     agent/draining.py       what goes to disk before the end
     agent/resizing.py       on fewer nodes, and on as many as before

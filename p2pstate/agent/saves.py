@@ -1,4 +1,4 @@
-"""Saves to disk, as the node's agent runs them: sessions, messages, and the process that writes.
+"""Saves to disk, as the node's agent runs them: sessions and messages.
 
 In: what workers say (where checkpoints go, which version may be written), messages of other agents, the vault's
 records. Out: orders to the writer process, events, the word to the workers that a save is over.
@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from p2pstate.agent.events import EventLog
-from p2pstate.agent.helpers import Helper, Helpers
+from p2pstate.agent.helpers import Helpers
+from p2pstate.agent.save_writer import SaveWriter
 from p2pstate.durable.session import REPEAT_S, Action, Begin, End, Publish, Session, State, Tell, Write, limit_s
 from p2pstate.sizes import size_text
 from p2pstate.types import RoundInfo, Version
@@ -40,14 +41,6 @@ class _Target:
 
 
 @dataclass(slots=True)
-class _Order:
-    """What the writer is doing."""
-
-    serial: int
-    reply: Callable[[Message], None]
-
-
-@dataclass(slots=True)
 class _Waiting:
     """Ranks of this node that have said that a version may be written."""
 
@@ -68,7 +61,7 @@ class Saves:
         name: str,
     ) -> None:
         """``tell_ranks`` sends to every worker of this node that has a rank."""
-        self._node, self._helpers, self._tell_ranks, self._vault = node, helpers, tell_ranks, vault
+        self._node, self._tell_ranks, self._vault = node, tell_ranks, vault
         self._events, self._name = events, name
         self._target: _Target | None = None
         self._info: RoundInfo | None = None
@@ -76,9 +69,7 @@ class Saves:
         self._reason = ""
         self._ready: _Waiting | None = None
         self._early: list[tuple[str, Mapping[str, Any]]] = []  # messages of a session that has not begun here
-        self._writer: Helper | None = None
-        self._order: _Order | None = None
-        self._serial = 0
+        self._writer = SaveWriter(helpers, events, self._writer_ended)
         self._num_failed = 0
         self._num_failed_in_a_row = 0
         self._longest_s: float | None = None  # of all saves that came to their end
@@ -185,7 +176,7 @@ class Saves:
             self._on_end = None  # of a session that ends here without being asked for any more
         if self._session is not None and self._session.version == version:
             self._session = None  # another node leads it
-            self._drop_order()
+            self._writer.drop_order()
         else:
             self._fail("another one begins")
         self._reason, self.began_at = reason, time.monotonic()
@@ -243,19 +234,13 @@ class Saves:
     def _ended(self, action: End) -> None:
         session = self._session
         assert session is not None
-        self._drop_order()
+        self._writer.drop_order()
         self._report(session.version, action.error, action.name, action.num_bytes)
         message = {"t": "saved", "version": list(session.version), "error": action.error, "name": action.name}
         self._tell_ranks(message)
         self._start_writer()
         if self._on_end is not None:
             self._on_end(session.version, action.error, action.name)
-
-    def _drop_order(self) -> None:
-        """A writer that is busy with something that nobody wants any more is killed."""
-        if self._order is not None and self._writer is not None:
-            self._helpers.kill(self._writer)
-            self._writer = self._order = None
 
     def _report(self, version: Version, error: str, name: str, num_bytes: int) -> None:
         """Once per save, on every member: those without ranks hear of it as well."""
@@ -312,13 +297,12 @@ class Saves:
         assert session is not None
         if not self._start_writer():
             return
-        assert self._writer is not None
         for slot in sorted({share.slot for share in action.shares}):
             fd = self._vault.open(slot)
             if fd is None:
                 self._fail(f"slot {slot} is not in the vault of {self._name} any more")
                 return
-            self._helpers.tell(self._writer, {"t": "slot", "slot": slot}, (fd,))
+            self._writer.give_slot(slot, fd)
         self._command(
             "write",
             lambda reply: session.written(reply["digest"]),
@@ -364,37 +348,22 @@ class Saves:
             return
         if not self._start_writer():
             return
-        assert self._writer is not None
-        self._serial += 1
 
         def reply(message: Message) -> None:
             if self._session is not session or session is None:
                 return
             self._do(session.failed(message["error"]) if message["error"] else then(message))
 
-        self._order = _Order(self._serial, reply)
-        message = {"t": kind, "serial": self._serial, "where": [self._target.path, self._target.stage], **fields}
-        self._helpers.tell(self._writer, message)
+        self._writer.order(kind, [self._target.path, self._target.stage], reply, **fields)
 
     def _start_writer(self) -> bool:
         """Have a writer; False: none can be started now, and the session that needs it has failed."""
-        if self._writer is None:
-            self._writer = self._helpers.start("writer", self._heard_writer, self._writer_ended)
-            if self._writer is None:
-                self._fail("no process to write it can be started on this node at the moment")
-        return self._writer is not None
-
-    def _heard_writer(self, message: Message) -> None:
-        if message["t"] == "writer_ready":
-            self._events.emit("writer_started", pid=message["pid"])
-            return
-        order = self._order
-        if order is not None and message["serial"] == order.serial:
-            self._order = None
-            order.reply(message)
+        if self._writer.start():
+            return True
+        self._fail("no process to write it can be started on this node at the moment")
+        return False
 
     def _writer_ended(self, cause: str) -> None:
-        self._writer = self._order = None
         self._fail(f"the process that writes on {self._name} ended: {cause}")
         if self._target is not None:
             self._start_writer()
