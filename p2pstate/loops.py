@@ -8,6 +8,9 @@ begins later passes by the loops that are over (they end without a step), runs w
 the loop in which the others are. What it has by then is replaced by the version, so only versions of that very loop can
 be resumed there. Before the first of them is whole, all workers start again, join in the loop before, which ends at
 once, and do together what comes after it.
+
+Known limit: after which steps loops have ended is known of the newest NUM_ENDS_KEPT. A version from before them cannot
+be resumed from memory, only from disk: a checkpoint says itself which loops were over.
 """
 
 from __future__ import annotations
@@ -15,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from p2pstate.errors import Retryable
-from p2pstate.joined import MustStartOver, OtherLoop
+from p2pstate.joined import LostError, MustStartOver, OtherLoop
 from p2pstate.plan_recovery import RankReport, StartOver
-from p2pstate.types import LoopEnds, Start
+from p2pstate.types import NUM_ENDS_KEPT, LoopEnds, Start
 
 __all__ = ["check_meeting", "check_version"]
 
@@ -41,7 +44,12 @@ def check_meeting(mine: RankReport, reports: Mapping[int, RankReport], ends: Loo
 
 def check_version(mine: RankReport, reports: Mapping[int, RankReport], ends: LoopEnds, loop: int, step: int) -> None:
     """``step``, of training loop ``loop``, is to be resumed. Raises OtherLoop in all ranks where all are on their way
-    there, MustStartOver where some would have to go back."""
+    there, MustStartOver where some would have to go back, LostError where nobody knows the way there any more."""
+    if loop < 1:
+        raise LostError(
+            f"step {step}, the newest protected one, is more than {NUM_ENDS_KEPT} training loops ago, and which loop "
+            "it was is not known any more: capture versions more often than that (every=)"
+        )
     if all(report.loop == loop for report in reports.values()):
         return
     if all(report.newcomer and report.loop == mine.loop for report in reports.values()) and mine.loop < loop:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from p2pstate.errors import Retryable
-from p2pstate.joined import MustStartOver, OtherLoop
+from p2pstate.joined import LostError, MustStartOver, OtherLoop
 from p2pstate.loops import check_meeting, check_version
 from p2pstate.plan_recovery import RankReport
 from p2pstate.types import NUM_ENDS_KEPT, LoopEnds, Start
@@ -99,6 +99,15 @@ def test_version_of_an_earlier_loop_is_resumed_by_workers_that_start_again(newco
     reports = {0: report(0, 3, newcomer=newcomer), 1: report(1, 3, newcomer=True)}
     with pytest.raises(MustStartOver, match="training loop 3 has no protected step yet: the newest is step 14"):
         check_version(reports[0], reports, ENDS, ENDS.loop_of(14), 14)
+
+
+def test_version_of_a_loop_that_nobody_remembers_is_lost_and_does_not_make_workers_start_again_for_ever() -> None:
+    ends = LoopEnds()
+    for loop in range(1, NUM_ENDS_KEPT + 3):
+        ends = ends.ended(loop, 10 * loop)
+    reports = {rank: report(rank, 1, newcomer=True) for rank in range(2)}
+    with pytest.raises(LostError, match=r"step 20, .* is more than 256 training loops ago"):
+        check_version(reports[0], reports, ends, ends.loop_of(20), 20)
 
 
 def test_report_survives_its_way() -> None:
