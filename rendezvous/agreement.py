@@ -96,7 +96,7 @@ class Agreement:
         self._out = out
         self.view: View | None = None
         self.abstains = False
-        self.highest_seen_epoch = 0
+        self._ahead: dict[MemberKey, int] = {}  # who says that it knows a newer epoch than this node
         self.promised: Ballot | None = None
         self._promised_s = 0.0
         self._num_failed = 0  # ballots of this node for this epoch that found no quorum in time
@@ -127,10 +127,21 @@ class Agreement:
         self.promised = self.proposal = self.blocked_at = None
         self.retry_s = 0.0
         self._num_failed = 0
+        self._ahead = {key: epoch for key, epoch in self._ahead.items() if epoch > view.epoch}
+
+    def hear_epoch(self, member: MemberKey, epoch: int) -> None:
+        """The newest epoch that a member says it knows.
+
+        It alone takes back what it said, and only to a node that has a view: one without has no memory to vote from.
+        """
+        if epoch > self.epoch:
+            self._ahead[member] = epoch
+        elif self.view is not None:
+            self._ahead.pop(member, None)
 
     def is_voter(self) -> bool:
         """May this incarnation vote on the next epoch? Not while it knows that it missed a decision."""
-        if self.abstains or self.highest_seen_epoch > self.epoch:
+        if self.abstains or self._ahead:
             return False
         return not self._rejoins if self.view is None else self.me in self.view.keys
 

@@ -324,8 +324,8 @@ class Core:
         if beat.verdict is not None:
             self._decisions.end(beat.verdict)
         epoch = self.agreement.epoch
+        self.agreement.hear_epoch(record.member.key, beat.epoch)
         if beat.epoch > epoch:
-            self.agreement.highest_seen_epoch = max(self.agreement.highest_seen_epoch, beat.epoch)
             self._out.send(record.member, ViewWanted(epoch))
         elif self.newest is not None and beat.epoch < epoch:
             self._out.send(record.member, Decided(self.newest))

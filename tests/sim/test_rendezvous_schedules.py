@@ -301,7 +301,7 @@ def adopt_nothing(proposal: Proposal) -> None:
 
 
 def restarted_votes_too(self: Agreement) -> bool:
-    if self.abstains or self.highest_seen_epoch > self.epoch:
+    if self.abstains or self._ahead:
         return False
     return self.view is None or self.me in self.view.keys
 

@@ -177,11 +177,30 @@ def test_non_voter_tells_its_ballot_but_promises_and_accepts_nothing(why: str) -
     )
     epoch = bench.agreement.epoch + 1
     bench.agreement.abstains = why == "abstains"
-    bench.agreement.highest_seen_epoch = 2 if why == "missed a decision" else 0
+    if why == "missed a decision":
+        bench.agreement.hear_epoch(member("b").key, 2)
     ((_, answer),) = bench.hear("b", Prepare(epoch, ballot(5, "b")))
     assert answer == Promise(epoch, ballot(5, "b"), False, None, {"of": "a"})
     assert bench.hear("b", Accept(epoch, ballot(5, "b"), view_of("ab", epoch))) == []
     assert bench.agreement.promised is None
+
+
+def test_only_the_member_that_spoke_of_a_newer_epoch_can_take_it_back() -> None:
+    bench = Bench(view_of("abc"), "bc")
+    b, c = member("b").key, member("c").key
+    bench.agreement.hear_epoch(b, 9)
+    bench.agreement.hear_epoch(c, 1)
+    assert not bench.agreement.is_voter()
+    bench.agreement.hear_epoch(b, 1)
+    assert bench.agreement.is_voter()
+
+
+def test_node_without_a_view_votes_on_no_first_one_where_somebody_spoke_of_one() -> None:
+    bench = Bench(None, "b")
+    assert bench.agreement.is_voter()
+    bench.agreement.hear_epoch(member("b").key, 9)
+    bench.agreement.hear_epoch(member("b").key, 0)
+    assert not bench.agreement.is_voter()
 
 
 def test_too_long_ballot_of_the_application_is_its_mistake() -> None:
