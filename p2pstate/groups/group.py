@@ -55,6 +55,8 @@ STUBBORN = frozenset(
 class P2PGroup(ProcessGroup):
     """One group of ``members`` (global ranks), identified in every round by ``key``."""
 
+    supports_splitting = False  # as torch asks backends before it splits a group
+
     def __init__(self, key: str, members: tuple[int, ...], rank: int, timeout: timedelta, status: Status) -> None:
         super().__init__(rank, len(members))  # type: ignore[call-arg]
         self.key = key
@@ -293,6 +295,14 @@ class P2PGroup(ProcessGroup):
 
     def name(self) -> str:
         return "p2p"
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Whose tensors it moves: DCP asks for it before it broadcasts or saves."""
+        return [torch.device(kind) for kind in ("cpu", "cuda")[: 1 + torch.cuda.is_available()]]
+
+    def _get_backend(self, device: torch.device) -> Any:
+        return self
 
     def _set_group_name(self, name: str) -> None:
         self._group_name = name

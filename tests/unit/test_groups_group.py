@@ -17,6 +17,7 @@ import torch.distributed as dist
 from groups_in_processes import run_alone, run_ranks
 from torch import nn
 from torch.distributed import AllreduceOptions, HashStore, ProcessGroup, Work
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -37,7 +38,7 @@ TIMEOUT = timedelta(seconds=30)
 # What dir(ProcessGroup) lists and P2PGroup leaves to torch, because it does not talk to other ranks ...
 DO_NOT_COMMUNICATE = {
     *("BackendType", "CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL"),
-    *("_backend_id", "_device_types", "_get_backend", "_get_backend_name", "_register_backend", "_set_default_backend"),
+    *("_backend_id", "_get_backend_name", "_register_backend", "_set_default_backend"),
     *("_enable_collectives_timing", "_has_hooks", "_register_on_completion_hook", "_wait_for_pending_works"),
     *("_id", "_pybind11_conduit_v1_", "boxed", "unbox", "bound_device_id", "get_group_store"),
     "use_pg_for_symm_mem_rendezvous",
@@ -608,6 +609,28 @@ def test_swapped_group_reduces_again_under_a_model_that_was_not_rebuilt(tmp_path
         alone = [[(rank + 1) / 2] * 2] * 2  # DDP divides by two ranks, and echoes keep its own part
         assert found["alone"] == found["before connect"] == alone
         assert found["error"] is None
+
+
+def load(_line: Any, rank: int, num_ranks: int, folder: str) -> list[float]:
+    """Weights that only rank 0 has, into a sharded model. Returns the values of all its elements."""
+    from groups_in_processes import registry_of
+
+    status = Status()
+    status.connect(1)
+    install(registry_of(rank, num_ranks, folder, status), HashStore)
+    dist.init_process_group("p2p", store=HashStore(), rank=rank, world_size=num_ranks)
+    model = net()
+    weights = {name: torch.full_like(value, 2.0) for name, value in model.state_dict().items()}
+    fully_shard(model)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights if rank == 0 else {}, options=options)
+    whole = [value.full_tensor() if isinstance(value, DTensor) else value for value in model.state_dict().values()]
+    return sorted({float(element) for value in whole for element in value.flatten()})
+
+
+def test_weights_that_one_rank_has_are_loaded_into_a_sharded_model(tmp_path: Any) -> None:
+    for found in run_ranks(load, tmp_path, 2):
+        assert found == [2.0]
 
 
 def give_up(_line: Any, rank: int, num_ranks: int, folder: str) -> list[str]:
