@@ -15,11 +15,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from p2pstate.state import Layout, Leaf
 
-__all__ = ["LiveBody", "flat_bytes", "memory_of"]
+__all__ = ["LiveBody", "flat_bytes", "live_memory_of", "memory_of"]
 
 _POLL_S = 0.02
 
@@ -103,3 +104,8 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Of a 1-D uint8 tensor in host memory."""
     return memoryview(tensor.numpy())  # type: ignore[arg-type]
+
+
+def live_memory_of(tensor: torch.Tensor) -> memoryview:
+    """The same, to be read, of a tensor that is others' to resize: ``numpy()`` forbids that from then on."""
+    return memoryview(np.from_dlpack(tensor))  # type: ignore[arg-type]

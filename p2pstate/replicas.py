@@ -21,10 +21,11 @@ from datetime import timedelta
 from typing import Any
 
 import msgpack
+import torch
 import xxhash
 from torch._C._distributed_c10d import Store
 
-from p2pstate.live_body import flat_bytes, memory_of
+from p2pstate.live_body import flat_bytes, live_memory_of
 from p2pstate.state import Collected, Leaf
 
 __all__ = ["NUM_CONFIRMATIONS", "Difference", "Replicas", "differences"]
@@ -126,7 +127,9 @@ class Replicas:
             if len(leaf.holders) > 1:
                 alike.setdefault(leaf.holders, []).append(leaf)
         mine = {
-            members: {leaf.name: xxhash.xxh3_128_digest(memory_of(flat_bytes(leaf.tensor).cpu())) for leaf in leaves}
+            members: {
+                leaf.name: xxhash.xxh3_128_digest(live_memory_of(flat_bytes(leaf.tensor).cpu())) for leaf in leaves
+            }
             for members, leaves in sorted(alike.items())
         }
         found = self._exchange(mine, store, timedelta(seconds=timeout_s))
@@ -177,3 +180,7 @@ def _all(store: Store, what: str, members: Members, timeout: timedelta) -> dict[
     keys = {rank: _key(what, members, rank) for rank in members}
     store.wait(list(keys.values()), timeout)
     return {rank: bytes(store.get(key)) for rank, key in keys.items()}
+
+
+def _digest_of(tensor: torch.Tensor) -> bytes:
+    return xxhash.xxh3_128_digest(live_memory_of(flat_bytes(tensor).cpu()))

@@ -14,11 +14,11 @@ and too little for single flipped bits (replicas.py); leaves on a card are not l
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 import xxhash
 
+from p2pstate.live_body import live_memory_of
 from p2pstate.state import Leaf
 
 __all__ = ["MAX_LEAVES", "Sample"]
@@ -46,8 +46,8 @@ class Sample:
         return total
 
 
-def _views(leaves: Sequence[Leaf]) -> Iterator[Any]:
-    """Arrays over the live memory of the sample."""
+def _views(leaves: Sequence[Leaf]) -> Iterator[memoryview]:
+    """The live memory of the sample."""
     for leaf in leaves[:: -(-len(leaves) // MAX_LEAVES)]:
         tensor = leaf.tensor
         if tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
@@ -55,11 +55,11 @@ def _views(leaves: Sequence[Leaf]) -> Iterator[Any]:
         start = max(0, (tensor.numel() - NUM_ELEMENTS) // 2)
         stop = min(tensor.numel(), start + NUM_ELEMENTS)
         if tensor.is_contiguous():
-            yield tensor.view(-1)[start:stop].view(torch.uint8).numpy()
+            yield live_memory_of(tensor.view(-1)[start:stop].view(torch.uint8))
             continue
         for number in range(start, stop):
             at: list[int] = []
             for size in reversed(tensor.shape):
                 number, position = divmod(number, size)
                 at.append(position)
-            yield tensor[tuple(reversed(at))].view(1).view(torch.uint8).numpy()
+            yield live_memory_of(tensor[tuple(reversed(at))].view(1).view(torch.uint8))

@@ -60,6 +60,13 @@ def compare_all(replicas: list[Replicas], states: list[Collected]) -> list[list[
         return list(pool.map(one, range(len(replicas))))
 
 
+def test_memory_that_was_compared_can_be_freed_afterwards() -> None:
+    """As FSDP1 and offloading do, between steps."""
+    state = collected(0, sets={"weight": (0, 1)})
+    compare_all([Replicas(0, 0), Replicas(1, 0)], [state, collected(1, sets={"weight": (0, 1)})])
+    state.leaves[0].tensor.untyped_storage().resize_(0)
+
+
 def test_leaf_that_was_never_alike_is_each_ranks_own_from_then_on() -> None:
     replicas = [Replicas(rank, 0) for rank in ALL]
     sets = {"model/a": ALL}

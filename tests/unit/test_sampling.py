@@ -70,3 +70,10 @@ def test_sample_of_many_leaves_looks_at_some_of_everywhere() -> None:
         for leaf, value in zip(each, kept, strict=True):
             leaf.tensor.copy_(value)
     assert sample.balance() == before
+
+
+def test_memory_that_was_sampled_can_be_freed_afterwards() -> None:
+    shared = {ALL: leaves(ALL)}
+    Sample(0, shared).balance()
+    for leaf in shared[ALL]:
+        leaf.tensor.untyped_storage().resize_(0)
