@@ -198,6 +198,10 @@ class Protection:
         parts = [list(part) for part in sorted(self._written)]
         self._context.link.send("needs", epoch=captured.epoch, num_local=self._context.num_local, parts=parts)
 
+    def covers(self, step: int) -> bool:
+        """Whether nothing of ``step``, the newest committed one, is lost by whoever drains and leaves now."""
+        return self._course.covers(step)
+
     def capture_if_due(self, epoch: int, step: int) -> None:
         """Between two steps: copy the state into the own slots, and start shipping it."""
         transport = REGISTRY.replication

@@ -111,6 +111,7 @@ class Loop:
         self._closing = False  # the user has called close() of what the loop runs on
         self._discard_pending = False
         self._block_began = 0.0
+        self._asked_at = 0.0  # when it was seen that this process is to go; 0: it is not
 
     @property
     def rehearsing(self) -> bool:
@@ -174,7 +175,7 @@ class Loop:
                         continue
                 if not context.must_join and self._hooks.due(self.committed_step) and not self._run_hooks():
                     continue
-                if context.asked_to_leave and not context.must_join:
+                if context.asked_to_leave and not context.must_join and self._may_go():
                     self._go()
                 if not context.must_join and self._end.is_reached(self.step, last):
                     ended = self._end.is_by_data(last) and self.step not in context.ends.left
@@ -270,6 +271,12 @@ class Loop:
         if self._rehearsals.num_steps >= NUM_STEPS:
             self._end_journal()
         return False
+
+    def _may_go(self) -> bool:
+        """Whether a step later is no better: the newest one becomes a version, or the next one may take too long."""
+        now = time.monotonic()
+        self._asked_at = self._asked_at or now
+        return self.protection.covers(self.step) or now - self._asked_at + self._stepping.step_s > GRACE_S
 
     def _go(self) -> None:
         """Leave with nothing lost: the newest step's version is with the buddies before."""

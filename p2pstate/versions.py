@@ -76,6 +76,10 @@ class Course:
         num_skipped = self.num_skipped_in_a_row + wanted
         return replace(self, every=every, due=False, num_skipped_in_a_row=num_skipped, interval=interval)
 
+    def covers(self, step: int) -> bool:
+        """Whether the state after ``step``, the newest committed one, is a version, or becomes one before the next."""
+        return self.due or (self.captured is not None and self.captured.step == step)
+
     def captures(self, version: Version) -> Course:
         """``version`` was written to the own slots, and is on its way to the buddy."""
         return replace(self, captured=version, due=False)

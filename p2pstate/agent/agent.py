@@ -325,7 +325,9 @@ class Agent:
         if self.verdict is not None:
             return
         if worker.failure is not None and not worker.failure.innocent:
-            self.declare(worker.failure.code, f"rank {worker.rank} failed in user code: {worker.failure.sentence}")
+            code, why = worker.failure.code, worker.failure.sentence
+            how = "cannot take part" if code == EXIT_CONFIG else "failed in user code"
+            self.declare(code, f"rank {worker.rank} {how}: {why}")
         elif finished:
             self._ranks.finished()
             self._completion.tell()

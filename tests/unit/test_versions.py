@@ -57,6 +57,12 @@ def test_course_that_captured_is_not_due_until_the_next_commit() -> None:
     assert Course(1, kept=V6, due=True).captures(V7) == under_way()
 
 
+def test_course_covers_a_step_that_is_or_becomes_a_version_and_no_skipped_one() -> None:
+    assert Course(1, kept=V6, due=True).covers(7)
+    assert under_way().covers(7)
+    assert not under_way().committed(8, V6).covers(8)
+
+
 def test_course_with_an_interval_captures_only_at_its_multiples() -> None:
     course = Course(3, kept=V5, captured=V6)
     due = [(course := course.committed(step, V6)).due for step in range(7, 13)]

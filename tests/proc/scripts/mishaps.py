@@ -178,6 +178,7 @@ def main() -> None:
     parser.add_argument("--mishap", action="append", default=[])
     parser.add_argument("--on-nan", default="ignore")
     parser.add_argument("--checkpoint-every", type=int, default=0)
+    parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--fsdp", action="store_true")
     args = parser.parse_args()
     p2pstate.init_process_group()
@@ -188,7 +189,7 @@ def main() -> None:
     torch.manual_seed(100 + rank)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     disk = {"checkpoint": args.out / "disk", "checkpoint_every": args.checkpoint_every} if args.checkpoint_every else {}
-    state = p2pstate.Replicator(model, optimizer, data=Data(mishaps), on_nan=args.on_nan, **disk)
+    state = p2pstate.Replicator(model, optimizer, data=Data(mishaps), on_nan=args.on_nan, every=args.every, **disk)
 
     def train_step(batch: Tensor) -> Tensor:
         if state.rehearsing:
