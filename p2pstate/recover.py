@@ -26,6 +26,7 @@ from p2pstate.groups.registry import Registry
 from p2pstate.groups.transport import Incoming, Outgoing, Payload
 from p2pstate.groups.waiting import call
 from p2pstate.joined import Joined, LostError, MustStartOver, Phases, all_done
+from p2pstate.live_body import memory_of
 from p2pstate.loops import check_meeting, check_version
 from p2pstate.plan_recovery import (
     Fetch,
@@ -236,7 +237,7 @@ def _verify(slots: _LocalSlots, plan: Plan, rank: int, node: str) -> set[tuple[s
         if fetch.node != node or not (reads or fetch.sender == rank) or fetch.slot in slots:
             continue
         body = slots.open(fetch)
-        if digest_of(_bytes_of(body)).hex() != fetch.digest or not is_image_of(body, plan.version, fetch.part):
+        if digest_of(memory_of(body)).hex() != fetch.digest or not is_image_of(body, plan.version, fetch.part):
             bad.add((fetch.node, fetch.slot))
     return bad
 
@@ -281,7 +282,7 @@ def _move(plan: Plan, rank: int, slots: _LocalSlots, registry: Registry) -> list
             images.append(arrival.body)
             incoming.append(arrival.expected)
         elif fetch.sender == rank:
-            outgoing.append(Outgoing(fetch.rank, digest, Payload(_bytes_of(slots.open(fetch)), digest)))
+            outgoing.append(Outgoing(fetch.rank, digest, Payload(memory_of(slots.open(fetch)), digest)))
     registry.replication.exchange(outgoing, incoming)
     return images
 
@@ -299,7 +300,7 @@ class _Arrival:
         fetch = self._fetch
         if head.hex() != fetch.digest or num_bytes != fetch.num_bytes:
             raise Retryable(f"{fetch.node} sends {num_bytes} bytes that are not {fetch.part} as the plan has it")
-        return _bytes_of(self.body)
+        return memory_of(self.body)
 
     def _arrived(self, computed: bytes, announced: bytes) -> None:
         fetch = self._fetch
@@ -307,8 +308,3 @@ class _Arrival:
             raise Retryable(f"{fetch.part} arrived from {fetch.node} with another digest than it was captured with")
         if not is_image_of(self.body, self._version, fetch.part):
             raise Retryable(f"what {fetch.node} sent as {fetch.part} is of another shard or version")
-
-
-def _bytes_of(body: torch.Tensor) -> memoryview:
-    """The memory of a 1-D uint8 tensor."""
-    return memoryview(body.numpy())  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ Then one rule at a time is taken away, and the same exploration has to find out.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 
 import pytest
@@ -128,28 +128,30 @@ def goes_on_with_its_interval(course: Course, version: Version, keep: Version) -
     return replace(course.resumed(keep), every=course.every, interval=course.interval)
 
 
-def goes_back_too_far(
-    info: RoundInfo,
-    reports: Mapping[int, RankReport],
-    records: list[SlotRecord],
-    lineage: list[Lineage],
-    num_losses: int,
-) -> Plan | StartOver | StateLost:
+def plans_with(changed: Callable[[list[SlotRecord]], list[SlotRecord]]) -> Callable[..., Plan | StartOver | StateLost]:
+    """A plan that is made from other records than there are."""
+
+    def plan(
+        info: RoundInfo,
+        reports: Mapping[int, RankReport],
+        records: list[SlotRecord],
+        lineage: list[Lineage],
+        num_losses: int,
+    ) -> Plan | StartOver | StateLost:
+        return plan_recovery(info, reports, changed(records), lineage, num_losses=num_losses)
+
+    return plan
+
+
+def without_the_newest(records: list[SlotRecord]) -> list[SlotRecord]:
     versions = sorted({record.version for record in records if record.version})
     if len(versions) > 1 and versions[-2].step > 0:  # before, a start from scratch is right
-        records = [record for record in records if record.version != versions[-1]]
-    return plan_recovery(info, reports, records, lineage, num_losses=num_losses)
+        return [record for record in records if record.version != versions[-1]]
+    return records
 
 
-def overlooks_ranks_apart(
-    info: RoundInfo,
-    reports: Mapping[int, RankReport],
-    records: list[SlotRecord],
-    lineage: list[Lineage],
-    num_losses: int,
-) -> Plan | StartOver | StateLost:
-    records = [replace(record, balance=0) for record in records]
-    return plan_recovery(info, reports, records, lineage, num_losses=num_losses)
+def as_if_alike(records: list[SlotRecord]) -> list[SlotRecord]:
+    return [replace(record, balance=0) for record in records]
 
 
 # name: the mutant, the cluster it is let loose in, what has to be found
@@ -207,7 +209,7 @@ MUTANTS = {
         "the state is lost",
     ),
     "the plan goes back too far": (
-        Rules(plan=goes_back_too_far),
+        Rules(plan=plans_with(without_the_newest)),
         Cluster(TWO, (), CRASH, 2),
         "the newest that is whole is",
     ),
@@ -222,7 +224,7 @@ MUTANTS = {
         "was protected, and None is the newest that is whole",
     ),
     "a version of ranks that train apart is resumed": (
-        Rules(plan=overlooks_ranks_apart),
+        Rules(plan=plans_with(as_if_alike)),
         Cluster(TWO, ALL_OF_TWO, APART, 2, eager=True),
         "the newest that is whole is",
     ),
