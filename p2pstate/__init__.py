@@ -91,6 +91,7 @@ Layout, from the top down (a file imports only what stands above it):
     unprotected.py          optimizers that step where nothing keeps what they change
     footprint.py            how much of the live state is unique
     description.py          pure: what is protected, where, and what the loss of a node does
+    image_format.py         data, tail and footer of one part of one version
     live_body.py            bytes that are sent from live state
     sampling.py             whether what should be alike is, at once
     replicas.py             whether what should be alike is

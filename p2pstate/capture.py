@@ -13,34 +13,27 @@ from __future__ import annotations
 
 import operator
 import os
-import struct
-import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
 import torch
 import xxhash
 
 from p2pstate.cards.gather import Gatherer
 from p2pstate.groups.transport import Body
+from p2pstate.image_format import tail_begin, tail_end
 from p2pstate.live_body import LiveBody
 from p2pstate.redundancy import divide, is_held_elsewhere
 from p2pstate.sampling import Sample
-from p2pstate.slots import Header, Slot, capacity_for, part_name
+from p2pstate.slots import Header, Slot, capacity_for
 from p2pstate.state import Collected, Layout, Leaf
-from p2pstate.state.chunks import chunks_of
-from p2pstate.state.decoding import unsqueezed
 from p2pstate.state.hashed_copy import HashedCopy
 from p2pstate.types import Part, Version
 from p2pstate.versions import next_slot
 from p2pstate.worker.link import Link
 
-__all__ = ["Capturer", "Image", "SlotPair", "is_image_of", "open_image", "read_image"]
-
-# epoch, step, name of the part, where the tail begins: what an image is of lies under its digest
-_FOOTER = struct.Struct("<qq16sQ")
+__all__ = ["Capturer", "Image", "SlotPair"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +278,7 @@ class Capturer:
         """Where the data goes, and the tail."""
         known = self._layout_for(part, leaves, collected.tied)
         values = collected.values if part.kind == "own" else b""
-        footer = _FOOTER.pack(*version, known.name, known.layout.num_bytes)
-        return known, known.tail_begin + msgpack.packb(values, use_bin_type=True) + footer
+        return known, known.tail_begin + tail_end(values, version, part, known.layout.num_bytes)
 
     def _layout_for(self, part: Part, leaves: list[Leaf], tied: Mapping[str, str]) -> _KnownLayout:
         """The layout of the last version while it fits: its views into the slots are reused."""
@@ -296,9 +288,9 @@ class Capturer:
                 layout, begin = known.layout, known.tail_begin
             else:
                 layout = Layout.build(leaves)
-                begin = _tail_begin(layout, leaves, tied)
+                begin = tail_begin(layout, leaves, tied)
             sources = [leaf.tensor for leaf in leaves]
-            known = _KnownLayout(part_name(part), leaves, sources, layout, _divisions(leaves), begin)
+            known = _KnownLayout(leaves, sources, layout, _divisions(leaves), begin)
             self._layouts[part] = known
         return known
 
@@ -340,7 +332,6 @@ class _Plan:
 class _KnownLayout:
     """``leaves`` and their tensors, ``sources``, fit the layout. ``tail_begin``: all of a tail before the values."""
 
-    name: bytes
     leaves: list[Leaf]
     sources: list[torch.Tensor]
     layout: Layout
@@ -361,55 +352,3 @@ class _KnownLayout:
 def _divisions(leaves: Sequence[Leaf]) -> list[Any]:
     """How each leaf is divided over ranks: a distributed tensor's mesh, placements and global shape."""
     return [leaf.whole._spec if leaf.whole is not None else None for leaf in leaves]
-
-
-def _tail_begin(layout: Layout, leaves: Sequence[Leaf], tied: Mapping[str, str]) -> bytes:
-    """Names and shapes say much the same again and again: they are squeezed, once for many versions."""
-    here = {leaf.name for leaf in leaves}
-    names = {further: name for further, name in tied.items() if name in here}
-    told = {"table": layout.table(), "chunks": chunks_of(leaves), "tied": names}
-    packer = msgpack.Packer(use_bin_type=True)
-    return b"".join(
-        [
-            packer.pack_map_header(2),
-            packer.pack("told"),
-            packer.pack(zlib.compress(packer.pack(told), 1)),
-            packer.pack("values"),
-        ]
-    )
-
-
-def read_image(body: torch.Tensor) -> tuple[dict[str, torch.Tensor], bytes]:
-    """The leaves (views into ``body``) and the plain values of one image; see :func:`open_image`."""
-    layout, tail = open_image(body)
-    return layout.read(body[: layout.num_bytes]), tail["values"]
-
-
-def is_image_of(body: torch.Tensor, version: Version, part: Part) -> bool:
-    """Whether these bytes were captured as this part of this version; see :func:`open_image`."""
-    epoch, step, name, _ = _footer(body)
-    return (epoch, step, name) == (*version, part_name(part))
-
-
-def _footer(body: torch.Tensor) -> tuple[int, int, bytes, int]:
-    if body.numel() < _FOOTER.size:
-        raise ValueError(f"not an image: {body.numel()} bytes")
-    return _FOOTER.unpack(bytes(body[body.numel() - _FOOTER.size :].numpy()))
-
-
-def open_image(body: torch.Tensor) -> tuple[Layout, dict[str, Any]]:
-    """Where the leaves lie in ``body``, and what else an image says.
-
-    That is: ``chunks`` (see state/chunks.py), ``tied`` (further names of leaves), ``values``.
-
-    ``body``: 1-D uint8, exactly the bytes of one image: data, tail, and a footer that says where the tail begins.
-    Raises ValueError when it is not an image.
-    """
-    num_bytes = body.numel()
-    *_, data_bytes = _footer(body)
-    if not 0 <= data_bytes <= num_bytes - _FOOTER.size:
-        raise ValueError(f"not an image: its tail would begin at {data_bytes} of {num_bytes} bytes")
-    raw = bytes(body[data_bytes : num_bytes - _FOOTER.size].numpy())
-    tail = msgpack.unpackb(raw, raw=False, strict_map_key=False)
-    told = msgpack.unpackb(unsqueezed(tail["told"]), raw=False, strict_map_key=False)
-    return Layout.from_table(told.pop("table")), {**told, "values": tail["values"]}

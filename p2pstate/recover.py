@@ -20,11 +20,11 @@ import msgpack
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from p2pstate.capture import is_image_of, read_image
 from p2pstate.errors import ConfigError, Retryable
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.transport import Incoming, Outgoing, Payload
 from p2pstate.groups.waiting import call
+from p2pstate.image_format import is_image_of, read_image
 from p2pstate.joined import Joined, LostError, MustStartOver, Phases, all_done
 from p2pstate.live_body import memory_of
 from p2pstate.loops import check_meeting, check_version

@@ -32,13 +32,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from p2pstate.capture import is_image_of, open_image
 from p2pstate.durable.division import Share
 from p2pstate.durable.files import digest_of_file, publish
 from p2pstate.durable.keys import Path as KeyPath
 from p2pstate.durable.keys import group_path, key_of, path_of, rank_path, values_path, without_rank
 from p2pstate.durable.manifest import MANIFEST, METADATA, Item, Manifest, PartTable, Row, part_table_name
 from p2pstate.durable.storage import Storage
+from p2pstate.image_format import is_image_of, open_image
 from p2pstate.redundancy import divide
 from p2pstate.slots import Slot
 from p2pstate.state.decoding import decode, torch_dtype

@@ -19,11 +19,11 @@ from state_zoo import bits
 from test_replicate import DEADLINE_S, Rank
 from torch import nn
 
-from p2pstate.capture import read_image
 from p2pstate.cards import gather
 from p2pstate.cards.card import NotPinned, copy_all
 from p2pstate.cards.gather import Gatherer, Run, runs_of
 from p2pstate.cards.pinning import Pinner
+from p2pstate.image_format import read_image
 from p2pstate.replicate import Shipper
 from p2pstate.slots import Slot
 from p2pstate.state import Collected, Layout, Leaf, TrainingState

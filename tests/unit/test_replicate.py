@@ -17,9 +17,10 @@ import torch
 from groups_in_processes import run_alone
 from torch.distributed import HashStore
 
-from p2pstate.capture import Capturer, read_image
+from p2pstate.capture import Capturer
 from p2pstate.groups.mesh import Mesh
 from p2pstate.groups.tcp import TcpTransport
+from p2pstate.image_format import read_image
 from p2pstate.replicate import Shipper
 from p2pstate.slots import Slot
 from p2pstate.state import Collected, Leaf

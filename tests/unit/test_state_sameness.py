@@ -11,7 +11,8 @@ import torch
 from state_zoo import Codes
 from torch import nn
 
-from p2pstate.capture import Capturer, read_image
+from p2pstate.capture import Capturer
+from p2pstate.image_format import read_image
 from p2pstate.slots import HEADER_BYTES, digest_of
 from p2pstate.state import Leaf, LeafError, TrainingState
 from p2pstate.state.sameness import SameMemory
