@@ -1,18 +1,13 @@
-"""One whole core: joins, strangers, refusals, verdicts, evictions, and who may propose."""
+"""One whole core: joins, strangers, refusals, verdicts, evictions, quorum."""
 
 from __future__ import annotations
 
 import dataclasses
-import random
-from collections.abc import Mapping
-from typing import Any
 
-import pytest
+from core_bench import Bench, member, sent, view_of
 
 from rendezvous import events
-from rendezvous.config import Config
-from rendezvous.core import Core
-from rendezvous.effects import Changed, Deliver, Effect, Evicted, Installed, JobEnded, Send, Waiting
+from rendezvous.effects import Changed, Deliver, Evicted, Installed, JobEnded, Waiting
 from rendezvous.messages import (
     Ack,
     AppMessage,
@@ -24,7 +19,6 @@ from rendezvous.messages import (
     Gossip,
     Join,
     JoinRefused,
-    Message,
     Ping,
     Prepare,
     Status,
@@ -32,53 +26,9 @@ from rendezvous.messages import (
     TableDigest,
     Update,
     ViewWanted,
-    Wanted,
 )
-from rendezvous.types import Change, Member, MemberKey, PassiveApplication, Role, Verdict, View
+from rendezvous.types import Change, Verdict
 from rendezvous.view_delta import delta_of
-from rendezvous.wire import Envelope
-
-
-class Oracle(PassiveApplication):
-    def progress(self) -> Mapping[str, Any]:
-        return {"step": 3}
-
-
-def member(name: str, incarnation: int = 1, port: int | None = None, **more: Any) -> Member:
-    return Member(name, incarnation, f"127.0.0.1:{port or 7000 + ord(name)}", **more)
-
-
-def view_of(names: str, epoch: int = 1, nonce: str = "nonce") -> View:
-    return View(nonce, epoch, 1, tuple(map(member, names)), (), (), "before")
-
-
-class Bench:
-    """Core a; the test speaks for the others and owns the clock."""
-
-    def __init__(self, **config: Any) -> None:
-        settings = {"num_nodes_min": 2, "num_nodes_max": 2, **config}
-        me = member("a")
-        self.core = Core(me, Config("run", "a", me.address, **settings), Oracle(), random.Random(1), 0.0)
-        self.now = 0.0
-
-    def step(self, event: events.Event, now: float | None = None) -> list[Effect]:
-        self.now = self.now if now is None else now
-        return self.core.step(event, self.now)
-
-    def hear(self, sender: Member, message: Message, *, nonce: str = "", run: str = "run", to: int = 1) -> list[Effect]:
-        envelope = Envelope(run, nonce, sender.key, sender.address, MemberKey("a", to), message)
-        return self.step(events.Received(envelope))
-
-    def know(self, *members: Member) -> None:
-        for one in members:
-            self.hear(one, Join(one))
-
-    def status(self, one: Member) -> Status:
-        return self.core.membership.records[one.key].status
-
-
-def sent(effects: list[Effect], kind: type[Any]) -> list[tuple[str, Any]]:
-    return [(e.address, e.message) for e in effects if isinstance(e, Send) and isinstance(e.message, kind)]
 
 
 def test_join_is_answered_with_the_table_and_told_to_the_others() -> None:
@@ -333,104 +283,6 @@ def test_application_message_is_delivered_from_members_only() -> None:
     assert not any(isinstance(e, Deliver) for e in bench.hear(member("b"), AppMessage("k", 1)))
     bench.know(member("b"))
     assert Deliver(member("b"), AppMessage("k", 1)) in bench.hear(member("b"), AppMessage("k", 1))
-
-
-def test_request_of_a_member_leads_to_a_proposal_of_the_first_in_line() -> None:
-    bench = Bench()
-    bench.know(member("b"))
-    bench.hear(member("b"), Decided(view_of("ab")))
-    effects = bench.hear(member("b"), Wanted(1, "a worker died"), nonce="nonce")
-    assert len(sent(effects, Prepare)) == 1
-
-
-def test_request_for_an_epoch_that_is_decided_is_answered_with_it() -> None:
-    bench = Bench()
-    bench.know(member("b"))
-    bench.hear(member("b"), Decided(view_of("ab", 3)))
-    effects = bench.hear(member("b"), Wanted(2, "a worker died"), nonce="nonce")
-    assert sent(effects, Decided) == [(member("b").address, Decided(view_of("ab", 3)))]
-    assert sent(effects, Prepare) == []
-
-
-def test_second_in_line_waits_its_stagger_before_it_proposes() -> None:
-    bench = Bench()
-    bench.know(member("b"))
-    bench.hear(member("b"), Decided(view_of("ba")))
-    stagger_s = bench.core.config.timing.stagger_s
-    effects = bench.step(events.Propose("a worker died"))
-    assert sent(effects, Prepare) == []
-    assert sent(effects, Wanted) == [(member("b").address, Wanted(1, "a worker died"))]
-    assert sent(bench.step(events.Tick(), stagger_s - 0.01), Prepare) == []
-    assert len(sent(bench.step(events.Tick(), stagger_s), Prepare)) == 1
-
-
-def test_request_is_void_once_an_epoch_is_decided() -> None:
-    bench = Bench()
-    bench.know(member("b"))
-    bench.hear(member("b"), Decided(view_of("ba")))
-    bench.step(events.Propose("a worker died"))
-    bench.hear(member("b"), Decided(view_of("ba", 2)), nonce="nonce")
-    effects = [e for t in range(20) for e in bench.step(events.Tick(), t / 4)]
-    assert sent(effects, Wanted) == []
-
-
-def test_new_member_is_taken_in_after_a_moment_so_that_several_come_together() -> None:
-    bench = Bench()
-    bench.know(member("b"))
-    bench.hear(member("b"), Decided(view_of("ab")))
-    bench.know(member("c"))
-    assert sent(bench.step(events.Tick(), 0.1), Prepare) == []
-    interval_s = bench.core.config.timing.probe_interval_s
-    assert sent(bench.step(events.Tick(), interval_s), Prepare)
-
-
-def start(bench: Bench, until_s: float) -> tuple[list[str], float | None]:
-    """Tick until the first proposal; -> (what was waited for, when it came)."""
-    reasons: list[str] = []
-    for tick in range(int(until_s * 10)):
-        effects = bench.step(events.Tick(), tick / 10)
-        reasons += [e.reason for e in effects if isinstance(e, Waiting)]
-        if sent(effects, Prepare):
-            return reasons, tick / 10
-    return reasons, None
-
-
-@pytest.mark.parametrize(
-    ("others", "config", "comes_s", "waits_for"),
-    [
-        ([], {}, None, "1 of 2 training nodes joined: waiting for the others"),
-        ([member("b")], {}, 0.0, None),
-        ([member("b")], {"num_spares_expected": 1}, 3.0, "2 of 3 nodes joined: last call of 3 s"),
-        ([member("b"), member("c")], {"num_spares_expected": 1}, 0.0, None),
-        ([member("b")], {"num_nodes_max": 3}, 3.0, "2 of 3 nodes"),
-        ([member("b")], {"num_witnesses_expected": 1}, 3.0, "0 of 1 witnesses"),
-        ([member("b"), member("w", role=Role.WITNESS, num_workers=0)], {"num_witnesses_expected": 1}, 0.0, None),
-    ],
-)
-def test_first_view_waits_for_everybody_expected_but_not_beyond_the_last_call(
-    others: list[Member], config: dict[str, Any], comes_s: float | None, waits_for: str | None
-) -> None:
-    bench = Bench(first_view_last_call_s=3.0, failure_s=60.0, **config)
-    for other in others:
-        bench.core.membership.apply(Update(other, Status.ALIVE, 0, "", False, other.name), 0.0)
-    reasons, when_s = start(bench, 5.0)
-    assert when_s == comes_s
-    assert waits_for is None or any(waits_for in reason for reason in reasons)
-
-
-def test_stranger_turned_away_is_a_hint_while_nodes_are_missing_once() -> None:
-    bench = Bench()
-    bench.step(events.Tick(), 0.0)
-    (waiting,) = bench.step(events.Unauthorised(), 0.1)
-    assert isinstance(waiting, Waiting)
-    assert waiting.reason.startswith("1 of 2 training nodes joined: waiting for the others; somebody was turned away")
-    assert bench.step(events.Unauthorised(), 0.2) == []
-
-
-def test_rejoining_agent_founds_no_run() -> None:
-    bench = Bench(rejoin=True, failure_s=60.0)
-    bench.core.membership.apply(Update(member("b"), Status.ALIVE, 0, "", False, "b"), 0.0)
-    assert start(bench, 5.0)[1] is None
 
 
 def test_quorum_is_lost_by_suspicion_and_by_nothing_less() -> None:
