@@ -9,6 +9,7 @@ from core_bench import Bench, member, sent, view_of
 from rendezvous import events
 from rendezvous.effects import Changed, Deliver, Evicted, Installed, JobEnded, Waiting
 from rendezvous.messages import (
+    AcceptedVote,
     Ack,
     AppMessage,
     Ballot,
@@ -21,6 +22,7 @@ from rendezvous.messages import (
     JoinRefused,
     Ping,
     Prepare,
+    Promise,
     Status,
     Sync,
     TableDigest,
@@ -201,6 +203,15 @@ def test_member_that_is_missing_in_a_newer_view_is_evicted_once_and_votes_no_mor
     assert not bench.core.quorate()
 
 
+def test_member_that_is_fenced_is_evicted_although_it_is_in_the_newest_view() -> None:
+    bench = Bench()
+    bench.know(member("b"))
+    bench.hear(member("b"), Decided(view_of("ab")))
+    fenced = Gossip((Update(member("a"), Status.FENCED, 0, "the scheduler says so", True, "b"),))
+    (evicted,) = [e for e in bench.hear(member("b"), fenced, nonce="nonce") if isinstance(e, Evicted)]
+    assert "counted out while it was not heard from (the scheduler says so)" in evicted.reason
+
+
 def test_member_that_is_told_it_is_gone_before_it_learned_its_view_is_evicted() -> None:
     bench = Bench()
     bench.know(member("b"))
@@ -276,6 +287,34 @@ def test_after_the_verdict_nobody_proposes() -> None:
     effects = [e for t in range(40) for e in bench.step(events.Tick(), t / 4)]
     assert sent(effects, Prepare) == []
     assert not any(isinstance(e, Installed) for e in effects)
+
+
+def test_node_that_leaves_proposes_no_more_and_still_votes() -> None:
+    bench = Bench()
+    bench.know(member("b"))
+    bench.hear(member("b"), Decided(view_of("ab")))
+    (told,) = sent(bench.step(events.Leave("maintenance")), Gossip)
+    assert told[0] == member("b").address
+    effects = [e for t in range(40) for e in bench.step(events.Tick(), t / 4)]
+    assert sent(effects, Prepare) == []
+    ballot = Ballot(1, member("b").key)
+    ((_, promise),) = sent(bench.hear(member("b"), Prepare(2, ballot), nonce="nonce"), Promise)
+    assert promise.votes
+
+
+def test_decision_is_told_in_full_to_newcomers_and_as_a_change_to_members() -> None:
+    bench = Bench(num_nodes_max=3)
+    bench.know(member("b"), member("c"), member("d"))
+    bench.hear(member("b"), Decided(view_of("abc")))
+    left = Update(member("c"), Status.LEFT, 0, "", True, "c")
+    prepare = sent(bench.hear(member("c"), Gossip((left,)), nonce="nonce"), Prepare)[0][1]
+    bench.hear(member("d"), Promise(2, prepare.ballot, False, None, {}), nonce="nonce")
+    bench.hear(member("b"), Promise(2, prepare.ballot, True, None, {}), nonce="nonce")
+    effects = bench.hear(member("b"), AcceptedVote(2, prepare.ballot), nonce="nonce")
+    (view,) = [e.view for e in effects if isinstance(e, Installed)]
+    assert [m.name for m in view.members] == ["a", "b", "d"]
+    assert sent(effects, DecidedDelta) == [(member("b").address, DecidedDelta(delta_of(view_of("abc"), view)))]
+    assert sent(effects, Decided) == [(member("d").address, Decided(view))]
 
 
 def test_application_message_is_delivered_from_members_only() -> None:

@@ -219,8 +219,9 @@ def test_sums_over_the_table_are_those_of_its_records(seed: int) -> None:
     membership, _ = table()
     rng = random.Random(seed)
     for step in range(60):
-        name = rng.choice("abcdefgh")
-        membership.apply(news(name, rng.choice([A, S, D, L, G, F]), rng.randrange(4), proof=rng.random() < 0.5), step)
+        name = rng.choice("bcdefgh" if step < 50 else "abcdefgh")  # towards the end also about this member itself
+        statuses = [A, S, D, L, G, F] if name != "a" or seed % 2 else [A, S]
+        membership.apply(news(name, rng.choice(statuses), rng.randrange(4), proof=rng.random() < 0.5), step)
     records = list(membership.records.values())
     assert membership.num_live() == sum(record.live for record in records)
     assert membership.num_alive() == sum(record.status is A for record in records)
@@ -228,6 +229,24 @@ def test_sums_over_the_table_are_those_of_its_records(seed: int) -> None:
     assert membership.gone() == {r.member.key for r in records if r.ended and r.proof}
     assert membership.fenced() == {r.member.key for r in records if r.status is F}
     assert set(membership.suspects) == {r.member.key for r in records if r.suspicion is not None}
+    again, _ = table()
+    if membership.refuted:
+        again.apply(news("a", S, membership.own.refutation - 1), 0.0)
+    for update in membership.table():
+        again.apply(update, 0.0)
+    assert again.digest == membership.digest
+
+
+def test_member_that_leaves_counts_itself_out_and_tells_all_that_live() -> None:
+    membership, out = table()
+    membership.apply(news("b", A), 0.0)
+    membership.apply(news("c", D), 0.0)
+    out.drain()
+    membership.leave("maintenance")
+    (send,) = [e for e in out.drain() if isinstance(e, Send)]
+    assert send.to == member("b").key
+    assert send.message == Gossip((Update(member("a"), L, 0, "maintenance", True, "a"),))
+    assert (membership.num_alive(), membership.gone()) == (1, {member("a").key})
 
 
 def test_news_of_a_large_group_is_not_sent_to_everybody_by_who_has_it() -> None:
