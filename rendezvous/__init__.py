@@ -18,6 +18,7 @@ membership.py      who is alive, suspect, dead, gone
 rumours.py         news in large groups
 detector.py        probes, indirect probes, proof of death
 views.py           whose votes are enough, and which view comes next
+hearsay.py         views that others speak of
 agreement.py       one decision per epoch
 motives.py         why a new view is wanted, and whose turn it is
 joining.py         how members come to know each other

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from rendezvous.config import Timing
 from rendezvous.effects import Outbox, Waiting
+from rendezvous.hearsay import Hearsay
 from rendezvous.membership import Membership, Record
 from rendezvous.messages import (
     Accept,
@@ -96,7 +97,7 @@ class Agreement:
         self._out = out
         self.view: View | None = None
         self.abstains = False
-        self._ahead: dict[MemberKey, int] = {}  # who says that it knows a newer epoch than this node
+        self._hearsay = Hearsay(timing.failure_s)
         self.promised: Ballot | None = None
         self._promised_s = 0.0
         self._num_failed = 0  # ballots of this node for this epoch that found no quorum in time
@@ -127,21 +128,20 @@ class Agreement:
         self.promised = self.proposal = self.blocked_at = None
         self.retry_s = 0.0
         self._num_failed = 0
-        self._ahead = {key: epoch for key, epoch in self._ahead.items() if epoch > view.epoch}
+        self._highest_number = 0  # ballots of one epoch are compared with each other only
+        self._hearsay.learn(view.epoch)
 
-    def hear_epoch(self, member: MemberKey, epoch: int) -> None:
-        """The newest epoch that a member says it knows.
+    def hear_epoch(self, member: MemberKey, epoch: int, now: float) -> None:
+        """The newest epoch that a member says it knows."""
+        self._hearsay.hear(member, epoch, self.epoch, now)
 
-        It alone takes back what it said, and only to a node that has a view: one without has no memory to vote from.
-        """
-        if epoch > self.epoch:
-            self._ahead[member] = epoch
-        elif self.view is not None:
-            self._ahead.pop(member, None)
+    def missed(self) -> list[MemberKey]:
+        """Who spoke of a view that this node does not know, as far as that still holds."""
+        return self._hearsay.said_by(self._membership.fenced())
 
     def is_voter(self) -> bool:
-        """May this incarnation vote on the next epoch? Not while it knows that it missed a decision."""
-        if self.abstains or self._ahead:
+        """May this incarnation vote on the next epoch? Not while it is to be told of a decision that it missed."""
+        if self.abstains or self._hearsay.said_by(self._membership.fenced(), fresh=self.view is not None):
             return False
         return not self._rejoins if self.view is None else self.me in self.view.keys
 
@@ -162,8 +162,11 @@ class Agreement:
 
     def tick(self, now: float) -> None:
         """Repeat what was lost, go on without slow members, give up a ballot that got no quorum."""
+        self._hearsay.tick(now)
         proposal = self.proposal
         if proposal is None:
+            if self.view is None and (text := self._hearsay.text(self._membership.fenced())):
+                self._out.put(Waiting(text))
             return
         if proposal.view is None:
             proposal.given_up = now >= proposal.started_s + self._timing.probe_timeout_s
@@ -171,7 +174,8 @@ class Agreement:
             self._maybe_accept_phase(now)
         if self.proposal is proposal and now >= proposal.started_s + self._attempt_s():
             num_votes = len(proposal.votes if proposal.view else self._promise_votes(proposal))
-            self._out.put(Waiting(quorum_text(self.view, num_votes, self._sizes)))
+            told = self._hearsay.text(self._membership.fenced())
+            self._out.put(Waiting(quorum_text(self.view, num_votes, self._sizes) + (f". {told}" if told else "")))
             self._num_failed += 1
             self._give_up(now)
         elif self.proposal is proposal and now >= proposal.resend_s:
@@ -230,8 +234,10 @@ class Agreement:
 
     def has_quorum(self, votes: set[MemberKey]) -> bool:
         """Would these votes decide the next epoch?"""
-        known = self._membership.records
-        return has_quorum(self.view, votes, self._membership.gone(), self._membership.fenced(), known, self._sizes)
+        fenced, sizes = self._membership.fenced(), self._sizes
+        if self.missed():
+            fenced, sizes = frozenset(), dataclasses.replace(sizes, proof_suffices=False)
+        return has_quorum(self.view, votes, self._membership.gone(), fenced, self._membership.records, sizes)
 
     def _maybe_accept_phase(self, now: float) -> None:
         """With a quorum of promises, and every live member's ballot or its time over: choose the value, ask for

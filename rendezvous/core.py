@@ -320,11 +320,11 @@ class Core:
     def _on_beat(self, record: Record, beat: Beat, now: float) -> None:
         self._apply_all(beat.updates, now)
         self.membership.lives(record, beat.refutation, now)
-        record.epoch, record.progress, record.progress_s = max(record.epoch, beat.epoch), beat.progress, now
+        record.progress, record.progress_s = beat.progress, now
         if beat.verdict is not None:
             self._decisions.end(beat.verdict)
         epoch = self.agreement.epoch
-        self.agreement.hear_epoch(record.member.key, beat.epoch)
+        self.agreement.hear_epoch(record.member.key, beat.epoch, now)
         if beat.epoch > epoch:
             self._out.send(record.member, ViewWanted(epoch))
         elif self.newest is not None and beat.epoch < epoch:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 class Fault:
     """`kind` happens at `at_s` to `who`.
 
-    crash, restart, pause, resume, leave, propose (who: a name); cut (who: the names of one side, "a,b", or of both,
-    "a|b,c"), cut_one_way (from the first name to all others), heal; ambush (the next node that completes a
+    crash, restart, pause, resume, leave, propose (who: a name); misspeak (who says once that it knows a view that does
+    not exist); cut (who: the names of one side, "a,b", or of both, "a|b,c"), cut_one_way (from the first name to all
+    others), heal; ambush (the next node that completes a
     decision loses what it then sends and is cut off), ambush_crash (it crashes instead); strike_cut, strike_crash (as
     soon as a proposal is under way somewhere, a random side is cut off, or its proposer or another node crashes; `who`
     has then no meaning); loss (amount: share of messages lost), calm; assume_dead (an operator says so to somebody who
@@ -97,11 +98,17 @@ def fencing_schedule(
 
 
 def deciding_schedule(rng: random.Random, names: Sequence[str], until_s: float, num_faults: int) -> tuple[Fault, ...]:
-    """A random schedule in which a partition and a crash also hit a decision while it is being made."""
+    """A random schedule in which a partition and a crash also hit a decision while it is being made.
+
+    In some, a member also speaks of a view that does not exist, and dies.
+    """
     faults = list(random_schedule(rng, names, until_s, num_faults))
     for kind in ("strike_cut", "strike_crash"):
         at_s = rng.uniform(0.0, 0.6 * until_s)
         faults.append(Fault(at_s, kind))
         faults += [Fault(at_s, "propose", name) for name in rng.sample(list(names), 2)]
     faults.append(Fault(rng.uniform(0.7, 1.0) * until_s, "heal"))
+    if rng.random() < 0.1:
+        at_s, name = rng.uniform(0.3, 1.0) * until_s, rng.choice(names)
+        faults += [Fault(at_s, "misspeak", name), Fault(at_s, "crash", name)]  # it will not take that back
     return tuple(sorted(faults, key=lambda fault: fault.at_s))

@@ -80,7 +80,8 @@ class Fences:
         if name == self._membership.me.name:
             return Standing.ANSWERS, f"{name} is this node itself"
         records = self._named(name)
-        waiting = [r for r in records if not r.live and view is not None and r.member.key in view.keys]
+        missed = (view.keys if view else frozenset()) | set(self._agreement.missed())
+        waiting = [r for r in records if not r.live and r.member.key in missed]
         live = [r for r in records if r.live]
         if any(r.status is not Status.FENCED for r in waiting):
             return Standing.SILENT, f"{name} is not heard from: {waiting[0].reason}"

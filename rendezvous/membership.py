@@ -41,7 +41,7 @@ _CHANGES = {
 
 @dataclass(slots=True)
 class Record:
-    """What is known about one member. `heard_s`: last message from itself; `epoch`: the newest view it knows."""
+    """What is known about one member. `heard_s`: last message from itself."""
 
     member: Member
     status: Status
@@ -51,7 +51,6 @@ class Record:
     origin: str
     since_s: float
     heard_s: float
-    epoch: int = 0
     progress: Mapping[str, Any] = field(default_factory=lambda: _NO_PROGRESS)
     progress_s: float = 0.0
     suspicion: Suspicion | None = None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from rendezvous.plain import (
     MAX_NAME_CHARS,
-    count_from,
+    counter_from,
     flag_from,
     list_from,
     optional,
@@ -66,7 +66,7 @@ class Update:
         return Update(
             Member.from_plain(member),
             Status(status),
-            count_from(refutation, "a refutation"),
+            counter_from(refutation, "a refutation"),
             text_from(reason, "a reason"),
             flag_from(proof),
             text_from(origin, "an origin", MAX_NAME_CHARS),
@@ -113,8 +113,8 @@ class Beat:
     def from_plain(value: object) -> Beat:
         epoch, refutation, updates, verdict, progress = list_from(value, "a beat", 5)
         return Beat(
-            count_from(epoch, "an epoch"),
-            count_from(refutation, "a refutation"),
+            counter_from(epoch, "an epoch"),
+            counter_from(refutation, "a refutation"),
             updates_from(updates),
             optional(Verdict.from_plain)(verdict),
             table_from(progress, "progress"),
@@ -123,7 +123,7 @@ class Beat:
 
 def ballot_from(value: object) -> Ballot:
     number, proposer = list_from(value, "a ballot", 2)
-    return Ballot(count_from(number, "a ballot's number"), key_from(proposer))
+    return Ballot(counter_from(number, "a ballot's number"), key_from(proposer))
 
 
 def updates_from(value: object) -> tuple[Update, ...]:

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 MAX_NAME_CHARS = 256
 MAX_TEXT_CHARS = 4096
 MAX_MEMBERS = 4096
+# Of a number to which its receiver adds one, so that what no run ever reaches is refused and never passed on.
+MAX_COUNTER = 2**48
 
 T = TypeVar("T")
 
@@ -35,6 +37,11 @@ def count_from(value: object, what: str, limit: int = 2**63 - 1) -> int:
     if type(value) is not int or not 0 <= value <= limit:
         raise ValueError(f"{what} must be an integer between 0 and {limit}")
     return value
+
+
+def counter_from(value: object, what: str) -> int:
+    """`value` if it is a number that counts up, event by event, and can go on doing so, else ValueError."""
+    return count_from(value, what, MAX_COUNTER)
 
 
 def list_from(value: object, what: str, num_items: int | None = None, limit: int = MAX_MEMBERS) -> list[Any]:

@@ -19,7 +19,7 @@ from rendezvous import events
 from rendezvous.config import Config, Timing
 from rendezvous.core import Core
 from rendezvous.faults import Fault
-from rendezvous.messages import AcceptedVote, Fence, FenceAnswer, Promise, Standing, Status
+from rendezvous.messages import AcceptedVote, Beat, Fence, FenceAnswer, Ping, Promise, Standing, Status
 from rendezvous.referee import Referee
 from rendezvous.simulated_network import SimulatedNetwork
 from rendezvous.simulated_node import Clock, SimulatedApplication, SimulatedNode
@@ -286,6 +286,8 @@ class Simulation:
                 self._network.loss = fault.amount
             case "calm":
                 self._network.loss = 0.0
+            case "misspeak":
+                self._misspeak(fault.who)
             case "propose":
                 self._command(fault.who, events.Propose("the schedule says so"))
             case "leave":
@@ -294,6 +296,17 @@ class Simulation:
                     self.nodes[fault.who].left = True
             case _:
                 raise ValueError(f"unknown fault {fault.kind!r}")
+
+    def _misspeak(self, name: str) -> None:
+        """A member whose memory is damaged says once, to everybody, that it knows a view that does not exist."""
+        node = self.nodes.get(name)
+        if node is None or not node.running or node.core.newest is None:
+            return
+        self.coverage["misspoke"] += 1
+        beat = Beat(node.core.newest.epoch + 2**32, node.core.membership.own.refutation)
+        for other in self.live():
+            if other is not node:
+                self._send(node, out.Send(other.member.address, other.member.key, Ping(0, beat)))
 
     def _assume_dead(self, who: str) -> None:
         """An operator tells a member that knows the newest view and does not hear from this one.

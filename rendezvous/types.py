@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from rendezvous.plain import MAX_NAME_CHARS, count_from, list_from, table_from, text_from
+from rendezvous.plain import MAX_NAME_CHARS, count_from, counter_from, list_from, table_from, text_from
 
 MAX_LABELS = 64
 
@@ -169,8 +169,8 @@ class View:
         ]
         view = View(
             nonce=text_from(nonce, "a nonce", 64),
-            epoch=count_from(epoch, "an epoch"),
-            round=count_from(round_, "a round"),
+            epoch=counter_from(epoch, "an epoch"),
+            round=counter_from(round_, "a round"),
             places=groups[0],
             spares=groups[1],
             witnesses=groups[2],

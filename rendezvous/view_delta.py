@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from rendezvous.plain import count_from, list_from, table_from, text_from
+from rendezvous.plain import count_from, counter_from, list_from, table_from, text_from
 from rendezvous.types import Member, View
 
 # Members of the previous view in its order, from `first` on; or one that is new.
@@ -39,8 +39,8 @@ class ViewDelta:
     def from_plain(value: object) -> ViewDelta:
         epoch, round_, groups, reason, data = list_from(value, "a view delta", 5)
         return ViewDelta(
-            count_from(epoch, "an epoch"),
-            count_from(round_, "a round"),
+            counter_from(epoch, "an epoch"),
+            counter_from(round_, "a round"),
             tuple(
                 tuple(_piece_from(piece) for piece in list_from(group, "a group"))
                 for group in list_from(groups, "groups", 3)

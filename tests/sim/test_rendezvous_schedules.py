@@ -21,6 +21,7 @@ from rendezvous import agreement, views
 from rendezvous.agreement import Agreement, Proposal
 from rendezvous.config import Timing
 from rendezvous.faults import Fault, deciding_schedule, fencing_schedule, random_schedule
+from rendezvous.hearsay import Hearsay
 from rendezvous.membership import Membership, Record
 from rendezvous.messages import AcceptedVote, Promise, Reject, Status, Update
 from rendezvous.motives import Motives
@@ -122,7 +123,7 @@ def test_partitions_and_crashes_while_views_are_decided_keep_every_invariant() -
     kinds = {"first", "grown", "shrunk", "a spare stepped in", "another round, same places"}
     assert {f"view: {kind}" for kind in kinds} <= set(coverage)
     changes = {"joined", "suspect", "alive", "dead", "dead with proof", "left with proof"}
-    assert {"evicted", *(f"member {change}" for change in changes)} <= set(coverage)
+    assert {"evicted", "misspoke", *(f"member {change}" for change in changes)} <= set(coverage)
 
 
 def test_fault_that_waits_for_a_decision_does_not_come_in_the_calm() -> None:
@@ -300,8 +301,12 @@ def adopt_nothing(proposal: Proposal) -> None:
     del proposal
 
 
+def word_of_a_view_is_for_ever(self: Hearsay, now: float) -> None:
+    del self, now
+
+
 def restarted_votes_too(self: Agreement) -> bool:
-    if self.abstains or self._ahead:
+    if self.abstains or self._hearsay.said_by(self._membership.fenced(), fresh=self.view is not None):
         return False
     return self.view is None or self.me in self.view.keys
 
@@ -357,6 +362,7 @@ MUTATIONS: dict[str, list[tuple[object, str, object]]] = {
         (Record, "ended", property(lambda self: Status.LEFT <= self.status < Status.FENCED)),
     ],
     "a majority of those that are not fenced decides": [(agreement, "has_quorum", majority_of_the_unfenced)],
+    "the dead are believed that there is a newer view": [(Hearsay, "tick", word_of_a_view_is_for_ever)],
     "an epoch is used again": [(Agreement, "epoch", property(decided_epoch_again))],
 }
 
@@ -411,6 +417,12 @@ def run_third_that_never_heard_of_the_fence() -> Simulation:
     return scripted(schedule, "abcde", 8.0, num_nodes_min=1)
 
 
+def run_misspoken_and_dead() -> Simulation:
+    """c speaks of a view that does not exist, and dies."""
+    schedule = [Fault(2.0, "misspeak", "c"), Fault(2.0, "crash", "c")]
+    return scripted(schedule, "abc", 5.0, num_nodes_min=1)
+
+
 def run_everything_that_finds_mistakes() -> None:
     """Scripted cases that a broken rule turns into a violation, then some random schedules."""
     scripted([Fault(2.0, "ambush_crash"), Fault(2.0, "propose", "b")], "abc", 6.0, num_nodes_min=1)
@@ -421,6 +433,7 @@ def run_everything_that_finds_mistakes() -> None:
     run_two_of_three_acceptors_restarted()
     run_assumed_dead_but_only_cut_off().check_converged()
     run_third_that_never_heard_of_the_fence()
+    run_misspoken_and_dead().check_converged()
     for seed in range(40):
         run_seed(seed)
 
@@ -457,6 +470,13 @@ def test_node_assumed_dead_that_comes_back_has_no_part_in_what_follows() -> None
     assert simulation.nodes["b"].evicted
     assert simulation.nodes["b"].core.view == simulation.decided[1]
     assert list(simulation.decided) == [1, 2]
+
+
+def test_member_that_spoke_of_a_view_that_does_not_exist_and_died_is_replaced() -> None:
+    simulation = run_misspoken_and_dead()
+    assert simulation.coverage["misspoke"] == 1
+    assert list(simulation.decided) == [1, 2]
+    assert [m.name for m in simulation.decided[2].members] == ["a", "b"]
 
 
 def test_fencing_command_breaks_a_tie_and_no_more() -> None:

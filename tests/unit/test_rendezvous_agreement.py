@@ -28,6 +28,7 @@ from rendezvous.messages import (
     Update,
     ViewWanted,
 )
+from rendezvous.plain import MAX_COUNTER
 from rendezvous.types import Member, MemberKey, View
 from rendezvous.view_delta import delta_of
 from rendezvous.views import Sizes
@@ -178,29 +179,96 @@ def test_non_voter_tells_its_ballot_but_promises_and_accepts_nothing(why: str) -
     epoch = bench.agreement.epoch + 1
     bench.agreement.abstains = why == "abstains"
     if why == "missed a decision":
-        bench.agreement.hear_epoch(member("b").key, 2)
+        bench.agreement.hear_epoch(member("b").key, 2, 0.0)
     ((_, answer),) = bench.hear("b", Prepare(epoch, ballot(5, "b")))
     assert answer == Promise(epoch, ballot(5, "b"), False, None, {"of": "a"})
     assert bench.hear("b", Accept(epoch, ballot(5, "b"), view_of("ab", epoch))) == []
     assert bench.agreement.promised is None
 
 
+def say(bench: Bench, name: str, epoch: int, now: float = 0.0) -> None:
+    bench.agreement.hear_epoch(member(name).key, epoch, now)
+
+
 def test_only_the_member_that_spoke_of_a_newer_epoch_can_take_it_back() -> None:
     bench = Bench(view_of("abc"), "bc")
-    b, c = member("b").key, member("c").key
-    bench.agreement.hear_epoch(b, 9)
-    bench.agreement.hear_epoch(c, 1)
+    say(bench, "b", 9)
+    say(bench, "c", 1)
     assert not bench.agreement.is_voter()
-    bench.agreement.hear_epoch(b, 1)
+    say(bench, "b", 1)
     assert bench.agreement.is_voter()
+    assert not bench.agreement.missed()
 
 
-def test_node_without_a_view_votes_on_no_first_one_where_somebody_spoke_of_one() -> None:
+def test_view_that_nobody_shows_keeps_a_node_from_voting_for_the_time_of_a_failure() -> None:
+    bench = Bench(view_of("abc"), "bc")
+    say(bench, "b", 9)
+    say(bench, "b", 10, now=TIMING.failure_s - 0.1)  # saying it again renews nothing
+    bench.agreement.tick(TIMING.failure_s - 0.1)
+    assert not bench.agreement.is_voter()
+    bench.agreement.tick(TIMING.failure_s)
+    assert bench.agreement.is_voter()
+    number = bench.propose(TIMING.failure_s)
+    for name in "bc":
+        bench.hear(name, promise(number))
+    bench.hear("c", AcceptedVote(2, number))
+    assert [view.epoch for view in bench.learned] == [2]
+    bench.agreement.install(view_of("abc", 10))
+    assert not bench.agreement.missed()
+
+
+@pytest.mark.parametrize("why", ["a fence", "proof suffices"])
+def test_less_than_a_majority_decides_nothing_while_a_newer_view_may_exist(why: str) -> None:
+    """Only a majority meets every other one: whoever counts on fewer must have been told of every view."""
+    bench = Bench(view_of("abc"), "bcd")
+    if why == "proof suffices":
+        bench.agreement._sizes = Sizes(1, 9, 3, proof_suffices=True)
+    for name in "bc":
+        bench.set(name, Status.GONE if why == "proof suffices" else Status.FENCED, proof=True)
+    assert bench.agreement.has_quorum({member("a").key})
+    say(bench, "d", 9)
+    bench.agreement.tick(TIMING.failure_s)
+    assert bench.agreement.is_voter()
+    assert not bench.agreement.has_quorum({member("a").key})
+    bench.propose(TIMING.failure_s)
+    bench.out.drain()
+    bench.agreement.tick(TIMING.failure_s + TIMING.attempt_s)
+    (waiting,) = [e for e in bench.out.drain() if isinstance(e, Waiting)]
+    assert "d said that it knows view 9, which nobody shows" in waiting.reason
+    assert "`p2prun assume-dead d`" in waiting.reason
+    bench.set("d", Status.FENCED, proof=True)
+    assert bench.agreement.has_quorum({member("a").key})
+
+
+def test_tie_with_the_dead_decides_also_after_one_of_them_spoke_of_a_newer_view() -> None:
+    bench = Bench(view_of("ab"), "b")
+    say(bench, "b", 9)
+    bench.set("b", Status.GONE, proof=True)
+    bench.agreement.tick(TIMING.failure_s)
+    bench.propose(TIMING.failure_s)
+    assert [[m.name for m in view.places] for view in bench.learned] == [["a"]]
+
+
+def test_node_without_a_view_votes_on_no_first_one_until_the_one_who_spoke_of_one_is_fenced() -> None:
     bench = Bench(None, "b")
     assert bench.agreement.is_voter()
-    bench.agreement.hear_epoch(member("b").key, 9)
-    bench.agreement.hear_epoch(member("b").key, 0)
+    say(bench, "b", 9)
+    say(bench, "b", 0)
+    bench.agreement.tick(TIMING.failure_s - 0.1)
+    assert bench.out.drain() == []
+    bench.agreement.tick(TIMING.failure_s)
     assert not bench.agreement.is_voter()
+    (waiting,) = [e for e in bench.out.drain() if isinstance(e, Waiting)]
+    assert waiting.reason.startswith("b said that it knows view 9, which nobody shows")
+    bench.set("b", Status.FENCED, proof=True)
+    assert bench.agreement.is_voter()
+
+
+def test_ballots_of_an_epoch_begin_at_one_whatever_number_another_epoch_reached() -> None:
+    bench = Bench(view_of("abc"), "bc")
+    bench.hear("b", Prepare(2, ballot(MAX_COUNTER, "b")))
+    bench.agreement.install(view_of("abc", 2))
+    assert bench.propose() == ballot(1, "a")
 
 
 def test_too_long_ballot_of_the_application_is_its_mistake() -> None:

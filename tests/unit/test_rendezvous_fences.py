@@ -43,7 +43,9 @@ class Table:
         self.membership = Membership(member("a"), self.out, 0.0)
         sizes = Sizes(1, len(names), len(names))
         rng = random.Random(1)
-        agreement = Agreement(self.membership, sizes, TIMING, False, Decides(), lambda view, now: None, rng, self.out)
+        self.agreement = agreement = Agreement(
+            self.membership, sizes, TIMING, False, Decides(), lambda view, now: None, rng, self.out
+        )
         self.fences = Fences(self.membership, agreement, TIMING, self.out)
         for name in names[1:]:
             self.membership.apply(Update(member(name), Status.ALIVE, 0, "", False, name), 0.0)
@@ -165,3 +167,15 @@ def test_application_that_knows_better_fences_whatever_is_known_here() -> None:
     table = Table("abc")
     table.fences.assume(AssumeDead("b", "the pod was deleted"), 1.0)
     assert table.status("b") is Status.FENCED
+
+
+def test_operator_vouches_for_a_dead_stranger_that_spoke_of_a_view() -> None:
+    table = Table("ab")
+    stranger = member("x")
+    table.membership.apply(Update(stranger, Status.ALIVE, 0, "", False, "x"), 0.0)
+    table.agreement.hear_epoch(stranger.key, 9, 0.0)
+    table.judge("x", Status.GONE, proof=True)
+    assert table.fences.asked(Fence("x", "gone", sure=False), 1.0).standing is Standing.SILENT
+    assert table.fences.asked(Fence("x", "gone", sure=True), 1.0).standing is Standing.ASSUMED_DEAD
+    assert not table.agreement.missed()
+    assert table.fences.asked(Fence("x", "gone", sure=False), 1.0).standing is Standing.UNKNOWN

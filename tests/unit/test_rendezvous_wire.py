@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import msgpack
@@ -47,6 +48,7 @@ from rendezvous.messages import (
     ViewWanted,
     Wanted,
 )
+from rendezvous.plain import MAX_COUNTER
 from rendezvous.types import Member, Role, Verdict, View
 from rendezvous.view_delta import ViewDelta
 from rendezvous.wire import Encoder, Envelope, WireError, decode, encode
@@ -113,6 +115,28 @@ def test_message_that_goes_to_many_has_the_same_bytes_as_alone() -> None:
 
 def test_every_kind_of_message_is_covered_here() -> None:
     assert {type(message) for message in MESSAGES} == {kind for kind, _ in wire._MESSAGES}
+
+
+TOO_HIGH = MAX_COUNTER + 1
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Prepare(8, Ballot(TOO_HIGH, A.key)),
+        Reject(7, BALLOT, Ballot(2**63 - 1, B.key)),
+        Ping(1, Beat(TOO_HIGH, 0)),
+        Ping(1, Beat(1, 2**63 - 1)),
+        Gossip((Update(B, Status.SUSPECT, TOO_HIGH, "", False, "a"),)),
+        Decided(dataclasses.replace(VIEW, epoch=TOO_HIGH)),
+        DecidedDelta(dataclasses.replace(DELTA, epoch=TOO_HIGH)),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_number_that_its_receiver_could_not_count_on_from_is_refused(message: Message) -> None:
+    """Else one damaged number is adopted by everybody, and what they count on from it is refused by all."""
+    with pytest.raises(WireError, match="integer between"):
+        decode(encode(envelope(message)))
 
 
 def test_tags_are_those_of_the_released_protocol() -> None:
