@@ -16,7 +16,7 @@ from typing import Any
 from p2pstate.agent.output import Writer
 from p2pstate.observe.ledger import Ledger
 from p2pstate.observe.live import LiveRun
-from p2pstate.observe.reading import read_events
+from p2pstate.observe.reading import DAMAGED, read_events
 from p2pstate.observe.spans import IncidentSpans
 
 __all__ = ["EventLog"]
@@ -35,15 +35,21 @@ class EventLog:
         self._writer = writer
         self._fd: int | None = None
         self._verdict_fd: int | None = None
-        self.ledger = Ledger()  # of this node's ranks, earlier attempts included
-        self.live = LiveRun(self.ledger)
-        self.spans: IncidentSpans | None = None  # that tell of its incidents
+        path = None
         if directory is not None:
             os.makedirs(directory, exist_ok=True)
-            path = os.path.join(directory, f"events-{node}.jsonl")
-            if os.path.exists(path):
-                self.ledger.add_all(read_events(Path(path)))
-            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            path = Path(directory, f"events-{node}.jsonl")
+        self.ledger, damage = _earlier(path)  # of this node's ranks, earlier attempts included
+        self.live = LiveRun(self.ledger)
+        self.spans: IncidentSpans | None = None  # that tell of its incidents
+        if path is not None:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._fd).st_size
+            if size and os.pread(self._fd, 1, size - 1) != b"\n":  # cut off: what comes now is a line of its own
+                self._writer.put(self._fd, b"\n")
+        if damage:
+            sentence = f"{path} is damaged, or of another release ({damage}): the time of earlier attempts is not known"
+            self.emit("earlier_events_unknown", sentence, error=damage)
 
     def keep_room_for_verdict(self) -> None:
         """So that whoever asks how the run ended is told also when the disk is full by then."""
@@ -82,6 +88,18 @@ class EventLog:
             if fd is not None:
                 self._writer.put(fd, b"")
         self._fd = self._verdict_fd = None
+
+
+def _earlier(path: Path | None) -> tuple[Ledger, str]:
+    """What earlier attempts have told, and why it is not known, if it is not."""
+    ledger = Ledger()
+    if path is None or not path.exists():
+        return ledger, ""
+    try:
+        ledger.add_all(read_events(path))
+    except DAMAGED as error:
+        return Ledger(), repr(error)
+    return ledger, ""
 
 
 def _line_of_size(text: bytes) -> bytes:

@@ -12,6 +12,7 @@ from typing import Any
 from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.incidents import Incident, find_incidents
 from p2pstate.observe.ledger import Ledger
+from p2pstate.observe.reading import DAMAGED
 from p2pstate.observe.skew import Skew, skews_of
 
 __all__ = ["History", "Slice", "Step", "make_history"]
@@ -82,7 +83,7 @@ def make_history(events: Sequence[Event]) -> History:
     """``events``: at least one. Raises ValueError for events that no agent of this release has written."""
     try:
         return _history(events)
-    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+    except DAMAGED as error:
         raise ValueError(
             f"the run's events are damaged, or of another release of p2pstate ({error!r}): restore its directory, or "
             "use the release that wrote it"

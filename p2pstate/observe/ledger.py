@@ -1,11 +1,14 @@
 """The wall clock of every rank over all its processes and restarts, from the events of a run. Pure.
 
 In: events in order of time (agent/events.py writes them). Out: seconds by category of each rank; they add up to the
-time from the rank's first process to its newest event, so also where there was no process to measure anything.
+time from the start of its node, or of its first process where no view was told, to its newest event, so also where
+there was no process to measure anything.
 
-Rules for the time without a process: up to the end of the one before it was a step in vain, as long as a usual step,
-and ``recovery.detect`` (``startup`` where no step of the rank was committed since the run began); from then to the
-next process ``recovery.replace``, and ``waiting`` where an agent said that there is no node.
+Rules for the time without a process: before the first one it was ``startup``, since the node was started, if the rank
+was given to it when the run began, or since the view that gave it to it. Up to the end of the one before it was a step
+in vain, as long as a usual step, and ``recovery.detect`` (``startup`` where no step of the rank was committed since the
+run began); from then to the next process ``recovery.replace``, and ``waiting`` where an agent said that there is no
+node.
 Between the end of a run (a verdict, or another run's first view) and the next start no time passes.
 Known limit: clocks of different nodes are taken to agree.
 """
@@ -43,6 +46,9 @@ class Ledger:
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank] = {}
         self._nonce: str | None = None
+        self._agents: dict[object, float] = {}  # by node: when it was started
+        self._given: float | None = None  # when the newest view gave ranks to nodes
+        self._begins = False  # and whether it was the run's first
         self._aborts: list[float] = []
         self._waiting_since: float | None = None
         self._waits: list[tuple[float, float]] = []  # in which there was no node for some place
@@ -80,12 +86,16 @@ class Ledger:
 
     # -- events
 
+    def _on_agent_started(self, event: Event, t: float) -> None:
+        self._agents[event["node"]] = t
+
     def _on_view(self, event: Event, t: float) -> None:
         nonce = event.get("nonce")
         if nonce is not None and nonce != self._nonce:
             if self._nonce is not None:
                 self._close()
             self._nonce = nonce
+        self._given, self._begins = t, event.get("round") == 1
         if self._waiting_since is not None:
             self._waits.append((self._waiting_since, t))
             self._waiting_since = None
@@ -109,6 +119,9 @@ class Ledger:
             waited_s = sum(max(0.0, min(end, t) - max(begin, rank.until)) for begin, end in self._waits)
             rank.add("waiting", waited_s)
             rank.add("recovery.replace", t - rank.until - waited_s)
+        elif self._given is not None:
+            given = self._agents.get(event["node"], self._given) if self._begins else self._given
+            rank.add("startup", t - max(given, rank.until))
         rank.until, rank.open, rank.alive, rank.heard = t, True, True, False
 
     def _on_worker_exited(self, event: Event, t: float) -> None:
@@ -152,4 +165,4 @@ class Ledger:
     def _close(self) -> None:
         for rank in self._ranks.values():
             rank.open = rank.alive = rank.stepped = False
-        self._waiting_since = None
+        self._given = self._waiting_since = None

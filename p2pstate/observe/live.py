@@ -19,6 +19,7 @@ __all__ = ["FETCH_BUCKETS_S", "LiveRun"]
 
 FETCH_BUCKETS_S = (0.001, 0.005, 0.02, 0.1, 0.5, 2.0, 10.0)
 NOW_S, HOUR_S = 60.0, 3600.0
+RECENT_S = 1.0
 MAX_INCIDENTS = 20  # that are told; all are counted
 MAX_FETCHES = 1000
 
@@ -43,16 +44,14 @@ class LiveRun:
         self._lags_s: dict[int, float] = {}  # by rank
         self._windows = Windows()
         self._fetches: deque[float] = deque(maxlen=MAX_FETCHES)
-        self._recent: deque[tuple[float, Mapping[str, float]]] = deque()  # of the last hour
+        self._recent: deque[tuple[float, Counter[str]]] = deque()  # of the last hour: sums of each RECENT_S
 
     def add(self, event: Mapping[str, Any]) -> None:
         self._finder.add(event)
         self._windows.add(event)
         kind = event["event"]
         if "clock" in event:
-            self._recent.append((float(event["t"]), event["clock"]["seconds"]))
-            while self._recent and self._recent[0][0] < event["t"] - HOUR_S:
-                self._recent.popleft()
+            self._on_clock(float(event["t"]), event["clock"]["seconds"])
         if kind == "step" and "step" in event:
             self._on_step(event)
         elif kind == "recovery":
@@ -69,6 +68,13 @@ class LiveRun:
             self._slow[event["rank"]] = (float(event["t"]), str(event["reason"]))
         elif kind == "worker_started":
             self._shipped.pop(event["rank"], None)
+
+    def _on_clock(self, t: float, seconds: Mapping[str, float]) -> None:
+        if not self._recent or t >= self._recent[-1][0] + RECENT_S:
+            self._recent.append((t, Counter()))
+        self._recent[-1][1].update(seconds)
+        while self._recent[0][0] < t - HOUR_S:
+            self._recent.popleft()
 
     def _on_step(self, event: Mapping[str, Any]) -> None:
         self._on_protected(event)

@@ -11,7 +11,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["read_events", "read_run"]
+__all__ = ["DAMAGED", "read_events", "read_run"]
+
+DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # raised by whoever trusts such an event
+MOST_S = 2e11  # the year 8307
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:
@@ -21,11 +24,16 @@ def read_events(path: Path) -> list[dict[str, Any]]:
         for line in file:
             try:
                 event = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):
                 continue
-            if isinstance(event, dict) and "event" in event and isinstance(event.get("t"), int | float):
+            if isinstance(event, dict) and "event" in event and _is_time(event.get("t")):
                 events.append(event)
     return events
+
+
+def _is_time(t: object) -> bool:
+    """Seconds since 1970 that a calendar knows."""
+    return isinstance(t, int | float) and abs(t) < MOST_S
 
 
 def read_run(directory: str | Path) -> list[dict[str, Any]]:

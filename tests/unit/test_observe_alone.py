@@ -75,3 +75,19 @@ def test_alone_writes_one_object_a_line(tmp_path: Path) -> None:
     RunMeter(tmp_path, rank=0).close()
     lines = (tmp_path / "events-rank0.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["worker_started", "clock", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "told"),
+    [
+        (b'{"t": 1796073426.7, "node": "rank0", "event": "st', []),  # cut off by the death of its process
+        (b'{"t": 1, "event": "step", "node": "rank0", "clock": {}}\n', ["earlier_events_unknown"]),
+    ],
+)
+def test_alone_after_damaged_lines_loses_none_of_its_own(tmp_path: Path, damage: bytes, told: list[str]) -> None:
+    path = tmp_path / "events-rank0.jsonl"
+    path.write_bytes(damage)
+    with RunMeter(tmp_path, rank=0) as meter, meter.step(7):
+        pass
+    kinds = [json.loads(line)["event"] for line in path.read_bytes()[len(damage) :].splitlines() if line]
+    assert kinds == [*told, "worker_started", "step", "clock", "finished"]

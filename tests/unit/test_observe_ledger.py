@@ -76,14 +76,28 @@ def test_ledger_takes_the_wait_for_a_node_out_of_the_gap() -> None:
     assert seconds_of(events) == {"useful": 2, "waiting": 10, "recovery.replace": 2}
 
 
-@pytest.mark.parametrize("end", [event(5, "verdict", code=75), event(50, "view", nonce="b")])
+def test_ledger_books_what_comes_before_the_first_process_as_start_up() -> None:
+    """From the start of the node: contacts are found, processes import torch."""
+    first = [event(0, "agent_started"), event(3, "view", nonce="a", round=1), started(10), step(12, 1, useful=2)]
+    assert seconds_of(first) == {"startup": 10, "useful": 2}
+    again = [event(20, "agent_started"), event(21, "view", nonce="b", round=1), started(25), step(26, 2, useful=1)]
+    assert seconds_of([*first, *again]) == {"startup": 15, "useful": 3}
+    spare = [event(0, "agent_started"), event(3, "view", nonce="a", round=1), event(90, "view", nonce="a", round=2)]
+    assert seconds_of([*spare, started(91, rank=3), step(92, 5, rank=3, useful=1)], rank=3) == {
+        "startup": 1,
+        "useful": 1,
+    }
+
+
+@pytest.mark.parametrize("end", [event(5, "verdict", code=75), event(99, "view", nonce="b")])
 def test_ledger_counts_no_time_between_two_runs(end: dict[str, Any]) -> None:
     """The second attempt begins at an older step: what it does again is work in vain."""
     events = [
         *(event(0, "view", nonce="a"), started(0), step(1, 1, useful=1), step(2, 2, useful=1), end),
         *(started(100, pid=2), step(102, 2, startup=1, useful=1), step(103, 3, useful=1)),
     ]
-    assert seconds_of(events) == {"useful": 3, "startup": 1, "repeated": 1}
+    given = 1 if end["event"] == "view" else 0  # until its process is there
+    assert seconds_of(events) == {"useful": 3, "startup": 1 + given, "repeated": 1}
 
 
 def test_ledger_ends_with_a_rank_that_finished() -> None:
@@ -146,3 +160,13 @@ def test_reading_a_folder_without_events_says_so(tmp_path: Path) -> None:
         read_run(tmp_path)
     with pytest.raises(ValueError, match="is no directory"):
         read_run(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["[" * 100_000, '{"t": NaN, "event": "view"}', '{"t": 1e999, "event": "view"}', '{"t": "1", "event": "view"}'],
+)
+def test_reading_passes_over_lines_that_no_agent_wrote(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "events-n0.jsonl"
+    path.write_text(f"{line}\n{json.dumps(event(1, 'view'))}\n")
+    assert [each["t"] for each in read_events(path)] == [1]
