@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -76,14 +77,15 @@ def test_unanswered_probe_asks_others_and_checks_the_address_then_suspects_then_
     assert not bench.membership.records[bench.members["b"].key].proof
 
 
-def test_indirect_answer_saves_the_target() -> None:
+@pytest.mark.parametrize(("about", "status"), [("b", Status.ALIVE), ("c", Status.SUSPECT)])
+def test_indirect_answer_saves_the_target_that_it_names(about: str, status: Status) -> None:
     bench = Bench("bc")
     effects = bench.tick(0.0)
     bench.answer("c", effects)
     (request,) = [e.message for e in bench.tick(0.4) if isinstance(e, Send) and isinstance(e.message, PingRequest)]
-    bench.detector.on_indirect_ack(IndirectAck(request.seq, request.target))
+    bench.detector.on_indirect_ack(IndirectAck(request.seq, bench.members[about].key))
     bench.tick(1.1)
-    assert bench.status("b") is Status.ALIVE
+    assert bench.status("b") is status
 
 
 def test_relay_passes_the_answer_on_to_who_asked() -> None:
@@ -121,7 +123,7 @@ def test_check_that_came_too_early_is_repeated_a_bounded_number_of_times() -> No
     address = bench.members["b"].address
     bench.detector.on_lost(address, 0.0)
     bench.answer("b", bench.out.drain())
-    now, dials = 0.0, 0
+    now, dials = 0.0, [0.0]
     bench.detector.on_dialed(address, False, now)
     while now < 5.0:
         now += 0.01
@@ -129,9 +131,11 @@ def test_check_that_came_too_early_is_repeated_a_bounded_number_of_times() -> No
         bench.answer("b", effects)
         for effect in effects:
             if isinstance(effect, Dial):
-                dials += 1
+                dials.append(now)
                 bench.detector.on_dialed(address, False, now)
-    assert dials == 6
+    assert len(dials) == 1 + 6
+    pauses_s = [after - before for before, after in itertools.pairwise(dials)]
+    assert 0.02 <= pauses_s[0] < pauses_s[1] < pauses_s[5] < 1.0
     assert bench.status("b") is Status.ALIVE
 
 
@@ -141,7 +145,7 @@ def test_stalled_detector_drops_its_probes_and_judges_later() -> None:
     bench.membership.judge(bench.members["c"].key, Status.SUSPECT, "no answer", 0.0)
     bench.out.drain()
     bench.detector.postpone(60.0, 60.0)
-    bench.tick(60.0)
+    assert not [e for e in bench.tick(60.0) if isinstance(e, Send) and isinstance(e.message, PingRequest)]
     assert bench.status("b") is Status.ALIVE
     assert bench.status("c") is Status.SUSPECT
     assert bench.detector.health == 1
