@@ -7,55 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from state_zoo import Codes, assert_same, bits, image_of, restore
+from small_training import OPTIMIZERS, net, same, state_of, step
+from state_zoo import Codes, assert_same, image_of, restore
 from torch import nn
 
-from p2pstate.state import LeafError, TrainingState, with_inner
-
-
-def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).to(dtype)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, count: int = 1) -> None:
-    dtype = next(model.parameters()).dtype
-    for index in range(count):
-
-        def loss(index: int = index) -> torch.Tensor:
-            optimizer.zero_grad()
-            value = model(torch.full((2, 3), 0.1 * (index + 1), dtype=dtype)).square().sum()
-            value.backward()
-            return value
-
-        if isinstance(optimizer, torch.optim.LBFGS):
-            optimizer.step(loss)
-        else:
-            loss()
-            optimizer.step()
-
-
-def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> TrainingState:
-    return TrainingState([model], optimizers, {}, rng=False)
-
-
-OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1),
-    "adamw loop": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
-    "adamw foreach": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=True),
-    "adamw fused": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "adamw tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
-    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.5, centered=True),
-    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
-    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
-    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
-    "lbfgs": lambda p: torch.optim.LBFGS(p, lr=0.1, history_size=3),
-}
+from p2pstate.state import LeafError, TrainingState
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
@@ -156,19 +112,6 @@ def zoo_entry() -> dict[Any, Any]:
     }
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        alike = (type(one), one.dtype, one.shape) == (type(other), other.dtype, other.shape)
-        return alike and bits(one) == bits(other)
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, dict):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    return bool(one == other)
-
-
 @pytest.mark.parametrize("present", ["nothing", "the same entry", "another entry"])
 def test_restore_of_odd_state_keeps_types_dtypes_and_bits(present: str) -> None:
     torch.manual_seed(5)
@@ -241,136 +184,6 @@ def test_restored_state_has_the_strides_of_its_parameter() -> None:
     model, optimizer = make()
     restore(state_of(model, optimizer), image)
     assert optimizer.state[model.weight]["exp_avg"].stride() == strides
-
-
-def groups_of(model: nn.Sequential) -> torch.optim.Optimizer:
-    groups = [
-        {"params": [model[0].weight], "lr": torch.tensor(0.1), "betas": (0.8, 0.9), "tag": "first"},
-        {"params": [], "lr": 0.5},
-        {"params": [model[0].bias, model[2].bias], "weight_decay": 0, "extra": {"a": [1, None]}},
-    ]
-    return torch.optim.AdamW(groups, lr=0.01, foreach=False)
-
-
-def test_restore_of_groups_keeps_keys_order_types_and_tensors() -> None:
-    model = net()
-    optimizer = groups_of(model)
-    optimizer.param_groups[2]["initial_lr"] = 0.02
-    state = state_of(model, optimizer)
-    wanted = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    wanted[0]["lr"] = wanted[0]["lr"].clone()
-    image = image_of(state)
-    assert "optimizer/:groups/0/lr" in image.tensors
-    live = optimizer.param_groups[0]["lr"]
-    live.fill_(9)
-    optimizer.param_groups[0].update(betas=[0.1, 0.2], tag="other", more=1)
-    optimizer.param_groups[1]["lr"] = torch.tensor(3.0)
-    del optimizer.param_groups[2]["initial_lr"], optimizer.param_groups[2]["extra"]
-    restore(state, image)
-    now = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    assert same(now, wanted)
-    assert optimizer.param_groups[0]["lr"] is live
-    assert optimizer.param_groups[0]["params"] == [model[0].weight]
-    assert type(optimizer.param_groups[1]["lr"]) is float
-
-
-@pytest.mark.parametrize("named", [False, True])
-def test_restore_into_fewer_groups_adds_the_missing_ones(named: bool) -> None:
-    def build(model: nn.Sequential) -> torch.optim.Optimizer:
-        first = model[0].named_parameters() if named else model[0].parameters()
-        return torch.optim.AdamW(first, lr=0.1)
-
-    def grow(model: nn.Sequential, optimizer: torch.optim.Optimizer) -> None:
-        more = model[2].named_parameters(prefix="2") if named else model[2].parameters()
-        optimizer.add_param_group({"params": list(more), "lr": torch.tensor(0.3), "betas": (0.8, 0.9), "tag": "late"})
-
-    model = net()
-    optimizer = build(model)
-    state = state_of(model, optimizer)
-    step(model, optimizer)
-    early = image_of(state)
-    grow(model, optimizer)
-    step(model, optimizer, 2)
-    late = image_of(state)
-    step(model, optimizer)
-    end = image_of(state)
-
-    model = net()
-    optimizer = build(model)
-    state = state_of(model, optimizer)
-    restore(state, late)
-    assert_same(image_of(state), late)
-    assert optimizer.param_groups[1]["tag"] == "late"
-    assert ("param_names" in optimizer.param_groups[1]) == named
-    step(model, optimizer)
-    assert_same(image_of(state), end)
-
-    restore(state, early)  # back behind the moment when the group was added
-    assert_same(image_of(state), early)
-    grow(model, optimizer)
-    step(model, optimizer, 2)
-    assert_same(image_of(state), late)
-
-
-def test_restore_of_a_group_whose_parameters_do_not_exist_here_names_it_and_writes_nothing() -> None:
-    model = nn.Sequential(*net(), nn.Linear(2, 2, bias=False))
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    optimizer.add_param_group({"params": model[3].parameters()})
-    image = image_of(state_of(model, optimizer))
-    model = nn.Sequential(*net())
-    optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
-    state = state_of(model, optimizer)
-    before = image_of(state)
-    with pytest.raises(LeafError, match=r"model/3.weight") as caught:
-        restore(state, image)
-    assert caught.value.name == "optimizer group 1"
-    assert_same(image_of(state), before)
-
-
-def test_restore_into_an_optimizer_built_with_more_groups_names_the_first_too_many() -> None:
-    model = net()
-    image = image_of(state_of(model, torch.optim.SGD(model[0].parameters(), lr=0.1)))
-    more = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1)
-    with pytest.raises(LeafError) as caught:
-        restore(state_of(model, more), image)
-    assert caught.value.name == "optimizer group 1"
-
-
-@pytest.mark.parametrize("saved", ["adamw", "sgd"])
-def test_restore_into_another_kind_of_optimizer_names_what_differs(saved: str) -> None:
-    model = net()
-    other = OPTIMIZERS["sgd" if saved == "adamw" else "adamw"](model.parameters())
-    image = image_of(state_of(model, OPTIMIZERS[saved](model.parameters())))
-    with pytest.raises(LeafError, match=r"optimizer group 0: of this .* captured was another kind of optimizer"):
-        restore(state_of(model, other), image)
-
-
-def test_restore_into_a_newer_optimizer_keeps_the_settings_that_it_needs() -> None:
-    model = net()
-    optimizer = OPTIMIZERS["sgd"](model.parameters())
-    del optimizer.param_groups[0]["foreach"]
-    image = image_of(state_of(model, optimizer))
-    newer = OPTIMIZERS["sgd"](model.parameters())
-    restore(state_of(model, newer), image)
-    assert newer.param_groups[0]["foreach"] is None
-
-
-def test_restore_with_parameters_in_another_order_names_the_group() -> None:
-    model = net()
-    image = image_of(state_of(model, torch.optim.SGD(model.parameters(), lr=0.1)))
-    turned = state_of(model, torch.optim.SGD(list(model.parameters())[::-1], lr=0.1))
-    with pytest.raises(LeafError) as caught:
-        restore(turned, image)
-    assert caught.value.name == "optimizer group 0"
-
-
-def test_restore_into_an_optimizer_with_named_parameters_ignores_their_names() -> None:
-    model = net()
-    image = image_of(state_of(model, torch.optim.SGD(model.parameters(), lr=0.1)))
-    optimizer = torch.optim.SGD(model.named_parameters(prefix="module"), lr=0.7)
-    restore(state_of(model, optimizer), image)
-    assert optimizer.param_groups[0]["lr"] == 0.1
-    assert optimizer.param_groups[0]["param_names"][0] == "module.0.weight"
 
 
 def test_capture_of_a_parameter_in_no_model_is_refused() -> None:
@@ -496,82 +309,6 @@ def test_restore_makes_state_of_a_subclass_that_the_state_of_another_parameter_h
     made = optimizer.state[model[2].bias]["codes"]
     assert type(made) is Codes
     assert (made.dtype, made.codes.tolist(), made.scale.item()) == (torch.bfloat16, [1, 1], 3.5)
-
-
-class Ascent(torch.optim.Optimizer):
-    """Steps another optimizer, which has the momentum, from a point uphill (as SAM does)."""
-
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"rho": 0.1})
-        self.base = torch.optim.SGD(self.param_groups, lr=0.1, momentum=0.9)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["before"] = parameter.clone()
-            parameter.grad.add_(parameter, alpha=self.param_groups[0]["rho"])
-        self.base.step()
-
-
-class Both(torch.optim.Optimizer):
-    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
-        super().__init__([p for each in optimizers for g in each.param_groups for p in g["params"]], {})
-        self.optimizers = list(optimizers)
-
-    def step(self, closure: Any = None) -> None:
-        for optimizer in self.optimizers:
-            optimizer.step()
-
-
-@pytest.mark.parametrize(
-    ("make", "count"),
-    [
-        (lambda net: Ascent(net.parameters()), 2),
-        (lambda net: Both(torch.optim.AdamW(net[0].parameters()), Ascent(net[2].parameters())), 4),
-    ],
-    ids=["attribute", "list"],
-)
-def test_restore_of_optimizers_inside_of_an_optimizer_continues_like_its_twin(make: Any, count: int) -> None:
-    runs = []
-    for _ in range(2):
-        model = net()
-        optimizer = make(model)
-        found = with_inner([optimizer])
-        assert len(found) == count
-        runs.append((model, optimizer, state_of(model, *found)))
-    (model, optimizer, state), (other, its_optimizer, its_state) = runs
-    step(model, optimizer, 3)
-    image = image_of(state)
-    restore(its_state, image)
-    assert_same(image_of(its_state), image)
-    step(model, optimizer, 2)
-    step(other, its_optimizer, 2)
-    assert_same(image_of(its_state), image_of(state))
-
-
-class Wrapper(torch.optim.Optimizer):
-    """Passes everything on, as launchers' wrappers do."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner = inner
-        self.more: dict[str, Any] = {}
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self.inner.state
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**self.inner.state_dict(), **self.more}
-
-
-def test_wrapper_without_a_state_of_its_own_stands_for_the_optimizer_inside() -> None:
-    inner = torch.optim.SGD(net().parameters(), lr=0.1)
-    wrapper = Wrapper(inner)
-    assert with_inner([wrapper]) == with_inner([inner, Wrapper(wrapper)]) == [inner]
-    wrapper.more["step"] = 3
-    with pytest.raises(LeafError, match="keeps step besides"):
-        with_inner([wrapper])
 
 
 @pytest.mark.parametrize("in_place", [False, True])
