@@ -1,4 +1,4 @@
-"""One whole core: joins, strangers, refusals, verdicts, evictions, quorum."""
+"""One whole core: other runs, views, verdicts, evictions, quorum."""
 
 from __future__ import annotations
 
@@ -29,55 +29,8 @@ from rendezvous.messages import (
     Update,
     ViewWanted,
 )
-from rendezvous.types import Change, Verdict
+from rendezvous.types import Verdict
 from rendezvous.view_delta import delta_of
-
-
-def test_join_is_answered_with_the_table_and_told_to_the_others() -> None:
-    bench = Bench(num_nodes_min=9, num_nodes_max=9)
-    bench.know(member("b"))
-    effects = bench.hear(member("c"), Join(member("c")))
-    ((address, sync),) = sent(effects, Sync)
-    assert address == member("c").address
-    assert {u.member.name for u in sync.updates} == {"a", "b", "c"}
-    assert [address for address, _ in sent(effects, Gossip)] == [member("b").address]
-
-
-def test_join_that_speaks_for_somebody_else_is_ignored() -> None:
-    bench = Bench()
-    assert sent(bench.hear(member("b"), Join(member("c"))), Sync) == []
-    assert member("c").key not in bench.core.membership.records
-
-
-def test_contacts_are_asked_until_somebody_answers_and_then_those_that_are_missing() -> None:
-    bench = Bench()
-    contacts = (member("a").address, member("b").address, member("c").address)
-    bench.step(events.Contacts(contacts))
-    asked = [address for address, _ in sent(bench.step(events.Tick(), 0.0), Join)]
-    assert asked == list(contacts[1:])
-    bench.know(member("b"))
-    asked = [address for address, _ in sent(bench.step(events.Tick(), 1.0), Join)]
-    assert asked == [contacts[2]]
-
-
-def test_lonely_node_reports_its_contacts_after_a_deadline() -> None:
-    bench = Bench()
-    bench.step(events.Contacts((member("b").address,), ("node9:1: Name or service not known",)))
-    reasons = [e.reason for t in range(20) for e in bench.step(events.Tick(), t / 2) if isinstance(e, Waiting)]
-    (reason,) = [reason for reason in reasons if reason.startswith("no contact answers")]
-    assert member("b").address in reason
-    assert "node9:1: Name or service not known" in reason
-
-
-def test_node_that_lost_the_others_does_not_call_that_a_matter_of_firewalls() -> None:
-    bench = Bench()
-    bench.step(events.Contacts((member("b").address,)))
-    bench.know(member("b"))
-    bench.step(events.Tick(), 0.0)
-    bench.core.membership.apply(Update(member("b"), Status.GONE, 0, "connection refused", True, "b"), 1.0)
-    reasons = [e.reason for t in range(4, 40) for e in bench.step(events.Tick(), t / 2) if isinstance(e, Waiting)]
-    assert not bench.core.membership.records[member("b").key].live
-    assert not any(reason.startswith("no contact answers") for reason in reasons)
 
 
 def test_message_of_another_run_changes_nothing() -> None:
@@ -97,69 +50,6 @@ def test_node_that_comes_to_another_run_is_told_and_says_so() -> None:
     (waiting,) = bench.hear(member("b"), refusal, run="other", to=bench.core.me.incarnation)
     assert waiting == Waiting("b refuses this node: run 'run' is at this address, not 'other'")
     assert not list(bench.core.membership.others())
-
-
-def test_message_for_a_predecessor_is_answered_by_an_introduction() -> None:
-    bench = Bench()
-    bench.know(member("b"))
-    effects = bench.hear(member("b"), Prepare(1, Ballot(1, member("b").key)), to=77)
-    assert sent(effects, Join) == [(member("b").address, Join(bench.core.me))]
-    assert len(effects) == 1
-
-
-def test_stranger_is_introduced_before_it_is_listened_to() -> None:
-    bench = Bench()
-    effects = bench.hear(member("b"), Ping(1, Beat(0, 0)))
-    assert sent(effects, Join) == [(member("b").address, Join(bench.core.me))]
-    assert sent(effects, Ack) == []
-
-
-def test_restarted_agent_at_the_same_address_replaces_its_predecessor() -> None:
-    bench = Bench()
-    bench.know(member("b"))
-    effects = bench.hear(member("b", 2), Join(member("b", 2)))
-    assert bench.status(member("b")) is Status.GONE
-    assert bench.core.membership.records[member("b").key].proof
-    assert bench.status(member("b", 2)) is Status.ALIVE
-    assert [e.change.kind for e in effects if isinstance(e, Changed)] == [Change.DEAD, Change.JOINED]
-
-
-def test_name_of_a_live_member_at_another_address_is_refused() -> None:
-    bench = Bench()
-    bench.know(member("b"))
-    effects = bench.hear(member("b", 2, 9999), Join(member("b", 2, 9999)))
-    ((_, refused),) = sent(effects, JoinRefused)
-    assert "its name is taken by a live member at 127.0.0.1:7098" in refused.reason
-    assert member("b", 2).key not in bench.core.membership.records
-
-
-def test_own_name_is_refused_to_others() -> None:
-    bench = Bench()
-    effects = bench.hear(member("a", 2, 9999), Join(member("a", 2, 9999)))
-    assert len(sent(effects, JoinRefused)) == 1
-
-
-def test_refused_node_says_why_it_waits_and_not_that_nobody_answers() -> None:
-    bench = Bench()
-    bench.step(events.Contacts((member("b").address,)))
-    effects = bench.hear(member("b"), JoinRefused("the name is taken"))
-    assert Waiting("b refuses this node: the name is taken") in effects
-    later = [e.reason for t in range(20) for e in bench.step(events.Tick(), t / 2) if isinstance(e, Waiting)]
-    assert not any(reason.startswith("no contact answers") for reason in later)
-
-
-def test_member_that_is_out_is_told_so_and_given_the_newest_view() -> None:
-    bench = Bench()
-    bench.know(member("b"), member("c"))
-    bench.hear(member("b"), Decided(view_of("abc")), nonce="nonce")
-    bench.hear(member("b"), Decided(view_of("ab", 2)), nonce="nonce")
-    assert bench.status(member("c")) is Status.GONE
-    effects = bench.hear(member("c"), Ping(5, Beat(1, 0)), nonce="nonce")
-    assert sent(effects, Decided) == [(member("c").address, Decided(view_of("ab", 2)))]
-    ((_, ack),) = sent(effects, Ack)
-    assert [u.status for u in ack.beat.updates if u.member.name == "c"] == [Status.GONE]
-    again = bench.hear(member("c"), Join(member("c")), nonce="nonce")
-    assert len(sent(again, JoinRefused)) == 1
 
 
 def test_views_come_in_order_and_old_ones_change_nothing() -> None:
