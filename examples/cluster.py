@@ -290,13 +290,20 @@ def shared_memory() -> set[str]:
 
 def unused(segments: set[str]) -> set[str]:
     """Those of the segments that no process maps or holds open. What others use is not a run's that has ended."""
+    used: set[int] = set()  # inodes: a semaphore's maker has mapped it under another name
     for process in psutil.process_iter() if segments else ():
         with contextlib.suppress(psutil.Error, OSError):
-            maps = Path(f"/proc/{process.pid}/maps").read_text()
-            mapped = {line.rpartition("/dev/shm/")[2] for line in maps.splitlines() if "/dev/shm/" in line}
-            held = {Path(file.path).name for file in process.open_files() if file.path.startswith("/dev/shm/")}
-            segments = segments - mapped - held
-    return segments
+            maps = Path(f"/proc/{process.pid}/maps").read_text().splitlines()
+            used |= {int(line.split(maxsplit=5)[4]) for line in maps if "/dev/shm/" in line}
+            used |= {os.stat(file.path).st_ino for file in process.open_files() if file.path.startswith("/dev/shm/")}
+    return {name for name in segments if inode(Path("/dev/shm", name)) not in used | {None}}
+
+
+def inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def signal_quietly(process: psutil.Process, sign: signal.Signals) -> None:

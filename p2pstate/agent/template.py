@@ -23,7 +23,8 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from p2pstate.worker.stand_in import socket_name
@@ -34,17 +35,32 @@ __all__ = ["kill_session", "main", "preload"]
 
 
 def kill_session(leader_pid: int) -> None:
-    """SIGKILL every process of the session that ``leader_pid`` led."""
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        try:
-            with open(f"/proc/{name}/stat", "rb") as file:
-                fields = file.read().rpartition(b")")[2].split()
-            if int(fields[3]) == leader_pid:
-                os.kill(int(name), signal.SIGKILL)
-        except (OSError, IndexError, ValueError):
-            continue  # it ended while we looked
+    """SIGKILL every process of the session that ``leader_pid`` led, also those that are forked while we look.
+
+    Left alone is ``multiprocessing``'s resource tracker: it ends once the others have, and removes the semaphores and
+    shared memory that they leave behind.
+    """
+    killed: set[int] = set()
+    while found := {pid for pid in _session_members(leader_pid) if pid not in killed and not _is_tracker(pid)}:
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        killed |= found
+
+
+def _session_members(leader_pid: int) -> Iterator[int]:
+    for pid in map(int, filter(str.isdigit, os.listdir("/proc"))):
+        with contextlib.suppress(ProcessLookupError):  # it ended while we looked
+            if os.getsid(pid) == leader_pid:
+                yield pid
+
+
+def _is_tracker(pid: int) -> bool:
+    try:
+        arguments = Path("/proc", str(pid), "cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return any(argument.startswith(b"from multiprocessing.resource_tracker import main") for argument in arguments)
 
 
 def preload() -> None:
