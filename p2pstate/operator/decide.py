@@ -60,18 +60,22 @@ def pod_name(spec: Spec, attempt: int, number: int) -> str:
 
 def decide(spec: Spec, record: Record, seen: Observed) -> Decision:
     """Total: any state gives a decision, and one that changes nothing when there is nothing to do."""
-    record = _accuse(spec, _confirm(record, seen), seen)
+    if spec.quarantine.way is not QuarantineWay.NONE:  # else nobody has looked at hosts
+        record = _confirm(record, seen)
+    record = _accuse(spec, record, seen)
     record, quarantines = _quarantine(spec, record)
     if record.attempt is None:
-        attempt = Attempt(1, spec.num_pods)
+        attempt = _first_attempt(spec, seen)
         if spec.suspended:
             return Decision(replace(record, phase=Phase.SUSPENDED, message="spec.suspend is set"), quarantines)
         return Decision(replace(record, attempt=attempt, message="its first pods are being started"), quarantines)
-    pods = [pod for pod in seen.pods if pod.attempt == record.attempt.number]
-    older = [pod for pod in seen.pods if pod.attempt < record.attempt.number and not pod.ended]
+    attempt = record.attempt
+    pods = [pod for pod in seen.pods if pod.attempt == attempt.number]
+    older = [pod for pod in seen.pods if pod.attempt < attempt.number and not pod.ended]
     actions: list[Action] = [*quarantines, *_delete(older, "an earlier attempt"), *_forget(seen)]
     if not record.phase.final:
         record = _judge(spec, record, pods, seen)
+        attempt = record.attempt or attempt
     if record.phase.final:
         last_s = max((pod.ended_s for pod in pods if pod.ended_s is not None), default=seen.now_s)
         if seen.now_s - last_s >= END_GRACE_S:
@@ -79,9 +83,9 @@ def decide(spec: Spec, record: Record, seen: Observed) -> Decision:
     elif spec.suspended:
         actions += _delete([pod for pod in pods if not pod.ended], "spec.suspend is set")
         record = replace(record, phase=Phase.SUSPENDED, message="spec.suspend is set")
-    elif record.phase in (Phase.RESTARTING, Phase.SUSPENDED):
+    elif record.phase in (Phase.RESTARTING, Phase.SUSPENDED) or _too_few_to_found(spec, attempt):
         record = _restart(spec, record, pods, seen)
-        if record.phase is not Phase.PENDING:
+        if record.attempt == attempt:
             actions += _delete([pod for pod in pods if not pod.ended], "the attempt is over")
     else:
         record, further = _fill(spec, record, pods, seen)
@@ -92,6 +96,18 @@ def decide(spec: Spec, record: Record, seen: Observed) -> Decision:
     return Decision(record, tuple(actions))
 
 
+def _first_attempt(spec: Spec, seen: Observed) -> Attempt:
+    """The first one; or the one whose pods are there, of a Run that has lost its status."""
+    number = max((pod.attempt for pod in seen.pods), default=1)
+    next_pod = max((pod.number + 1 for pod in seen.pods if pod.attempt == number), default=0)
+    return Attempt(number, spec.num_pods, next_pod)
+
+
+def _too_few_to_found(spec: Spec, attempt: Attempt) -> bool:
+    """Spares were taken back before the first view, which was to have more nodes than there are to be now."""
+    return not attempt.founded and spec.num_pods < attempt.first_view_size
+
+
 def _members(pods: Sequence[Pod], now_s: float) -> list[Pod]:
     """Pods that may be in the run's view, as far as anybody can tell; or that may still be writing it to disk."""
     return [pod for pod in pods if not pod.ended and (pod.joined or now_s < (pod.leave_by_s or 0.0) + JOIN_GRACE_S)]
@@ -100,6 +116,17 @@ def _members(pods: Sequence[Pod], now_s: float) -> list[Pod]:
 def _outside(pods: Sequence[Pod]) -> list[Pod]:
     """Pods that may run, and have not been in the view."""
     return [pod for pod in pods if not pod.ended and not pod.joined]
+
+
+def _lingering(pods: Sequence[Pod], now_s: float) -> str:
+    """What a person has to know of pods that do not end although they were asked to."""
+    late = [f"{pod.name} on {pod.host}" for pod in pods if not pod.ended and now_s >= (pod.leave_by_s or now_s + 1)]
+    if not late:
+        return ""
+    return (
+        f"not known to have ended, so maybe still running: pod {', '.join(late)}. Its host is out of reach: bring it "
+        "back, or, when it is certainly off, delete the pod by force"
+    )[:1000]
 
 
 def _judge(spec: Spec, record: Record, pods: Sequence[Pod], seen: Observed) -> Record:
@@ -138,6 +165,8 @@ def _told(seen: Observed, pods: Sequence[Pod], founded: bool) -> tuple[Phase, st
     if not founded:
         held_up = "; ".join(f"pod {pod.name}: {pod.held_up}" for pod in pods if pod.held_up)
         return Phase.PENDING, waiting or held_up[:1000] or "its first nodes are being started"
+    if all(pod.leaving for pod in _members(pods, seen.now_s)) and (lingering := _lingering(pods, seen.now_s)):
+        return Phase.WAITING, lingering
     return (Phase.WAITING, waiting) if waiting else (Phase.RUNNING, "")
 
 
@@ -145,8 +174,8 @@ def _restart(spec: Spec, record: Record, pods: Sequence[Pod], seen: Observed) ->
     """The next attempt, once nothing of the one before can be in its view and its time has come."""
     attempt = record.attempt
     assert attempt is not None
-    if _members(pods, seen.now_s):
-        return record
+    if _members(pods, seen.now_s) or (not attempt.founded and _outside(pods)):
+        return replace(record, message=_lingering(pods, seen.now_s) or "its pods are asked to leave")
     counted = record.phase is Phase.RESTARTING
     num_restarts = record.num_restarts + 1 if counted else record.num_restarts
     since_s = max((pod.ended_s for pod in pods if pod.ended_s is not None), default=attempt.over_s or seen.now_s)
@@ -175,10 +204,12 @@ def _fill(spec: Spec, record: Record, pods: Sequence[Pod], seen: Observed) -> tu
 
 
 def _surplus(there: Sequence[Pod], count: int, seen: Observed) -> list[Pod]:
-    """The newest of those that the run itself calls spares."""
+    """The newest of those that have not started, then of those that the run itself calls spares."""
     nodes = seen.page["nodes"] if seen.page is not None else []
     spares = {node["name"] for node in nodes if node["part"] == "spare"}
-    return sorted((pod for pod in there if pod.name in spares), key=lambda pod: -pod.number)[:count]
+    unstarted = {pod.name for pod in there if not pod.joined and (pod.host is None or pod.held_up)}
+    candidates = [pod for pod in there if pod.name in spares | unstarted]
+    return sorted(candidates, key=lambda pod: (pod.name not in unstarted, -pod.number))[:count]
 
 
 def _too_soon(pods: Sequence[Pod], now_s: float) -> bool:

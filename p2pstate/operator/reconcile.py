@@ -44,6 +44,7 @@ from p2pstate.operator.types import (
     Attempt,
     CreatePod,
     DeletePod,
+    Host,
     Observed,
     Quarantine,
     QuarantineWay,
@@ -107,11 +108,27 @@ def _pass(cluster: Cluster, namespace: str, name: str, now_s: float, fetch: Fetc
             LOG.info("Run %s/%s: %s", namespace, name, action)
         try:
             _act(cluster, spec, decision.record, seen, action)
-        except ApiError as error:
+        except Conflict as error:
             errors.append(error)
+        except ApiError as error:
+            if isinstance(action, Quarantine):  # without the right to mark hosts, pods are looked after all the same
+                LOG.warning("Run %s/%s: %s", namespace, name, error)
+            else:
+                errors.append(error)
     if errors:
+        _tell(cluster, spec, errors[0])
         raise errors[0]
     return decision.record.attempt != record.attempt
+
+
+def _tell(cluster: Cluster, spec: Spec, error: ApiError) -> None:
+    """What cannot be done is in the status until it can: a quota, a policy that refuses the pods."""
+    if isinstance(error, Conflict):
+        return
+    try:
+        cluster.patch(f"{runs_path(spec.namespace, spec.name)}/status", {"status": {"message": str(error)[:1000]}})
+    except ApiError as second:
+        LOG.warning("Run %s/%s: %s", spec.namespace, spec.name, second)
 
 
 def _look(cluster: Cluster, spec: Spec, record: Record, now_s: float, fetch: FetchPage) -> Observed:
@@ -119,18 +136,33 @@ def _look(cluster: Cluster, spec: Spec, record: Record, now_s: float, fetch: Fet
     pods = [read_pod(pod) for pod in cluster.list(f"{core}/pods", f"{RUN_LABEL}={spec.name}") if _owned(pod, spec)]
     told = cluster.get(f"{core}/configmaps/{gone_name(spec)}")
     told = told if told is not None and _owned(told, spec) else None
-    named = {failure.host for failure in record.failures} | {each.host for each in record.quarantined}
-    nodes = [cluster.get(f"/api/v1/nodes/{host}") for host in sorted(named - {""})]
     attempt = record.attempt.number if record.attempt is not None else 0
     addresses = [pod.address for pod in pods if pod.address and pod.joined and not pod.ended and pod.attempt == attempt]
     page = fetch(addresses) if addresses else None
     return Observed(
         now_s=now_s,
         pods=tuple(pods),
-        hosts=tuple(read_host(node) for node in nodes if node is not None),
+        hosts=_look_at_hosts(cluster, spec, record),
         gone={name: int(at_us) for name, at_us in ((told or {}).get("data") or {}).items()},
         page=None if page is None else read_page(page),
     )
+
+
+def _look_at_hosts(cluster: Cluster, spec: Spec, record: Record) -> tuple[Host, ...]:
+    """Those that failed. Pods are looked after also where hosts cannot be read: such a host counts as it did before."""
+    if spec.quarantine.way is QuarantineWay.NONE:
+        return ()
+    named = {failure.host for failure in record.failures} | {each.host for each in record.quarantined}
+    found = []
+    for host in sorted(named - {""}):
+        try:
+            node = cluster.get(f"/api/v1/nodes/{host}")
+        except ApiError as error:
+            LOG.warning("Run %s/%s: host %s: %s", spec.namespace, spec.name, host, error)
+            found.append(Host(host, any(each.host == host and each.applied for each in record.quarantined)))
+        else:
+            found += [read_host(node)] if node is not None else []
+    return tuple(found)
 
 
 def _owned(found: Mapping[str, Any], spec: Spec) -> bool:

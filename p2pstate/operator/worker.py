@@ -72,6 +72,9 @@ class Worker:
         except ApiError as error:
             LOG.warning("the list of Runs: %s", error)
             return
+        except Exception:  # a token that cannot be read, an answer that is no list: no reason to stop looking
+            LOG.exception("the list of Runs")
+            return
         with self._changed:
             now = time.monotonic()
             self._due_s = {key: self._due_s.get(key, now) for key in names}

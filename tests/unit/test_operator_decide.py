@@ -184,6 +184,41 @@ def test_fewer_spares_give_up_only_what_the_run_calls_a_spare() -> None:
     assert deleted(deciding(pod(0), pod(1), pod(2), spec=lean)) == []
 
 
+def test_fewer_spares_give_up_first_what_has_not_started() -> None:
+    lean = replace(SPEC, num_spares=0)
+    never_placed = pod(3, joined=False, host=None, held_up="cannot be placed on a host: no room")
+    assert deleted(deciding(pod(0), pod(1), never_placed, spec=lean)) == ["train-1-3"]
+    joining = pod(3, joined=False)  # may have become a training node just now
+    assert deleted(deciding(pod(0), pod(1), joining, spec=lean)) == []
+
+
+def test_spares_taken_back_before_the_first_view_do_not_keep_it_from_coming() -> None:
+    lean = replace(SPEC, num_nodes=1, num_spares=0)
+    starting = Record(attempt=Attempt(1, 4, next_pod=4))  # three of four found it
+    waiting = [pod(number, joined=False, host=None) for number in range(3)]
+    asked = deciding(*waiting, spec=lean, record=starting)
+    assert (len(deleted(asked)), asked.record.attempt) == (3, starting.attempt)
+    away = pod(0, joined=False, leave_by_s=NOW_S - 500)  # may still be running
+    stuck = deciding(away, spec=lean, record=asked.record)
+    assert stuck.record.attempt == starting.attempt
+    assert "train-1-0 on host0" in stuck.record.message
+    assert deciding(spec=lean, record=asked.record).record.attempt == Attempt(2, 1)
+
+
+def test_last_members_out_of_reach_are_named_with_what_to_do() -> None:
+    decision = deciding(ended(0, 137), pod(1, leave_by_s=NOW_S - 500), pod(2, joined=False))
+    assert decision.record.phase is Phase.WAITING
+    assert "train-1-1 on host1. Its host is out of reach" in decision.record.message
+    assert deciding(pod(0), pod(1, leave_by_s=NOW_S - 500)).record.phase is Phase.RUNNING
+
+
+def test_run_that_has_lost_its_status_goes_on_with_the_pods_that_are_there() -> None:
+    there = [replace(pod(number), attempt=3) for number in (4, 6)]
+    adopted = deciding(*there, record=Record())
+    assert adopted.record.attempt == Attempt(3, 3, next_pod=7)
+    assert deleted(deciding(*there, record=adopted.record)) == []
+
+
 def test_more_spares_come_without_another_attempt() -> None:
     decision = deciding(pod(0), pod(1), pod(2), spec=replace(SPEC, num_spares=2))
     assert created(decision) == [3]

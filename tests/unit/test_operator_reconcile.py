@@ -415,8 +415,32 @@ def test_change_that_is_refused_does_not_keep_others_back_and_is_told() -> None:
     with pytest.raises(ApiError, match=r"exceeded quota \(HTTP status 403\)"):
         reconcile(Cluster(send), "default", "train", world.server.now_s, lambda addresses: None)
     assert sorted(world.live()) == ["train-1-1", "train-1-2"]
+    assert "exceeded quota" in world.status["message"]
     world.settle()
+    assert "exceeded quota" not in world.status["message"]
     assert sorted(world.live()) == ["train-1-1", "train-1-2", "train-1-3"]
+
+
+@pytest.mark.parametrize("action", ["None", "Taint"])
+def test_operator_without_rights_on_hosts_replaces_pods_all_the_same(action: str) -> None:
+    world = World(quarantine={"action": action, "afterFailures": 1})
+
+    def send(method: str, path: str, *rest: Any) -> tuple[int, dict[str, Any]]:
+        if path.startswith("/api/v1/nodes"):
+            return 403, {"message": "forbidden"}
+        return world.server.request(method, path, *rest)
+
+    def look() -> None:
+        reconcile(Cluster(send), "default", "train", world.server.now_s, lambda addresses: None)
+
+    look()
+    world.start_all()
+    look()
+    world.server.now_s += 300
+    world.server.end_pod("train-1-0", 76)
+    look()
+    assert sorted(world.live()) == ["train-1-1", "train-1-2", "train-1-3"]
+    look()  # the host's failure is on record
 
 
 BAD: Sequence[dict[str, Any]] = [

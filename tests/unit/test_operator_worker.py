@@ -7,6 +7,7 @@ import threading
 
 import pytest
 
+from p2pstate.operator import worker as worker_module
 from p2pstate.operator.cluster import ApiError
 from p2pstate.operator.worker import Key, Worker
 
@@ -64,3 +65,23 @@ def test_look_that_fails_is_put_off_and_others_go_on(error: Exception, caplog: p
             assert looks.seen.get(timeout=WITHIN_S) == B
     assert "Run default/a" in caplog.text
     assert "again in 10 s" in caplog.text
+
+
+@pytest.mark.parametrize("error", [ApiError(429, "too many requests"), KeyError("items")])
+def test_list_of_runs_that_fails_does_not_end_looking(
+    error: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_module, "AGAIN_S", 0.05)
+    answers = iter([error])
+    seen: queue.Queue[Key] = queue.Queue()
+
+    def names() -> list[Key]:
+        for each in answers:
+            raise each
+        return [A]
+
+    worker = Worker(seen.put, names)
+    worker.start()
+    assert seen.get(timeout=WITHIN_S) == A
+    worker.close(WITHIN_S)
+    assert "the list of Runs" in caplog.text
