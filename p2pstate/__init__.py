@@ -55,6 +55,7 @@ Layout, from the top down (a file imports only what stands above it):
     state/growth.py
     state/collecting.py
     state/rebuilding.py
+    state/attributes.py
     state/optimizers.py
     state/inner.py
     state/objects.py

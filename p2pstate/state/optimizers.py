@@ -9,8 +9,8 @@ were added since then go, and those that are missing here are added. Of a ZeroRe
 state that the optimizer inside it keeps, and nobody else has that. Gradients are state only while they accumulate from
 one step to the next, that is, while the optimizer is not stepped in every step; of others it is known which parameters
 have one, and those get zeros (an optimizer steps a parameter on zeros, and leaves one without a gradient alone).
-Known limits: what an optimizer keeps outside ``state`` and ``param_groups`` is not seen; a ZeroRedundancyOptimizer
-with ``overlap_with_ddp`` is refused; state that is a tensor subclass needs one live tensor of that class.
+Known limits: a ZeroRedundancyOptimizer with ``overlap_with_ddp`` is refused; state that is a tensor subclass needs one
+live tensor of that class.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from p2pstate.state.attributes import OptimizerAttributes
 from p2pstate.state.collecting import Collector, FlatDicts, is_simple
 from p2pstate.state.encoding import squeeze
 from p2pstate.state.errors import LeafError
@@ -47,6 +48,8 @@ class PlannedOptimizer:
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
     gradients: dict[Any, torch.Tensor]
     zeroed: set[torch.Tensor]  # have a gradient, that is put to zero before it is used
+    attributes: dict[str, Any]
+    captured_attributes: Mapping[str, Any]
 
 
 @dataclass(slots=True)
@@ -117,6 +120,7 @@ class OptimizerState:
             )
         self._flat = FlatDicts()
         self._known: _Known | None = None
+        self.attributes = OptimizerAttributes(self.local, prefix)
 
     @property
     def local(self) -> Any:
@@ -139,6 +143,7 @@ class OptimizerState:
             "groups": [{"params": names, "values": its} for names, its in zip(found.members, values, strict=True)],
             "state": found.state,
             "others": more,
+            "attributes": self.attributes.collect(collector),
             "gradients": dict(self._gradients(collector, named)) if self.accumulating else {},
             "zeroed": [] if self.accumulating else self._with_gradient(found.names),
         }
@@ -273,7 +278,8 @@ class OptimizerState:
         everyone = (name for group in saved["groups"] for name in group["params"])
         names = everyone if saved["zeroed"] is True else saved["zeroed"]
         zeroed = {self._owner(parameters, name) for name in names}
-        return PlannedOptimizer(content, groups, gradients, zeroed)
+        attributes = self.attributes.plan(saved["attributes"], rebuilder)
+        return PlannedOptimizer(content, groups, gradients, zeroed, attributes, saved["attributes"])
 
     def apply(self, planned: PlannedOptimizer) -> None:
         """Make the live optimizer hold exactly what was planned; groups at the end come and go."""
@@ -293,6 +299,7 @@ class OptimizerState:
                 group.update(kept | values)
         local.state.clear()
         local.state.update(planned.state)
+        self.attributes.apply(planned.attributes, planned.captured_attributes)
         for parameter in chain.from_iterable(group["params"] for group in live):
             if parameter not in planned.zeroed:
                 parameter.grad = planned.gradients.get(parameter)

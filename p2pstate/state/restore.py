@@ -29,7 +29,7 @@ from p2pstate.state.rebuilding import Rebuilder, references
 
 __all__ = ["FORMAT", "Live", "names_in", "restore"]
 
-FORMAT = 4
+FORMAT = 5
 _MAX_NAMES_SHOWN = 8
 
 
@@ -144,11 +144,12 @@ def _check_structure(saved: Any) -> None:
 
 
 def _is_optimizer(tree: Any) -> bool:
-    sections = {"groups": list, "state": dict, "others": dict, "gradients": dict}
+    sections = {"groups": list, "state": dict, "others": dict, "gradients": dict, "attributes": dict}
     return (
         isinstance(tree, dict)
         and all(isinstance(tree.get(key), kind) for key, kind in sections.items())
         and all(type(key) is str for key in (*tree["state"], *tree["others"], *tree["gradients"]))
+        and all(isinstance(row, list) and len(row) == 2 for row in tree["attributes"].values())
         and (tree.get("zeroed") is True or isinstance(tree.get("zeroed"), list))
         and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in tree["groups"])
         and all(isinstance(g.get("values"), dict) for g in tree["groups"])
@@ -186,6 +187,8 @@ def names_in(saved: Any) -> set[str]:
             wanted.update(references(tree, (f"{prefix}/:gradients", name)))
         for index, group in enumerate(optimizer["groups"]):
             wanted.update(references(group["values"], (f"{prefix}/:groups", index)))
+        for name, (_, tree) in optimizer["attributes"].items():
+            wanted.update(references(tree, (f"{prefix}/:attributes", name)))
     for section in ("extra_state", "objects"):
         for name, tree in saved[section].items():
             wanted.update(references(tree, name))
