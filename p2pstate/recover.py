@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -83,7 +83,8 @@ def join(
 
     row.begin(info.epoch)
     with phases.phase("spare"), row.inside("meet"):
-        reports, lean, sizes_of_all, replicas = _meet(store, info, report, asked, timeout_s)
+        met = _meet(store, info, report, asked, timeout_s)
+    reports = met.reports
     ends = max([info.ends, *(each.ends for each in reports.values())])
     check_meeting(report, reports, ends)
     with phases.phase("groups"), row.inside("connect"):
@@ -93,13 +94,12 @@ def join(
     spoilt_step = max(each.spoilt_step for each in reports.values())
     if spoilt_step:
         assert on_disk is not None, "settings that ask for it name a directory"
-        back = on_disk.behind(spoilt_step, asked.settings.nan_rollback)
-        return replace(back, lean=lean, sizes_of_all=sizes_of_all, replicas=replicas)
+        return met.complete(on_disk.behind(spoilt_step, asked.settings.nan_rollback))
     slots = _LocalSlots(link)
     ended_at = min((each.ended_at for each in reports.values() if each.ended_at >= 0), default=None)
     try:
         with row.inside("plan"):
-            plan = _agree(store, info, link, report.rank, reports, asked.settings.copies - lean, slots, phases)
+            plan = _agree(store, info, link, report.rank, reports, asked.settings.copies - met.lean, slots, phases)
         step = plan.version.step
         check_version(report, reports, ends, ends.loop_of(step), step)
     except (LostError, MustStartOver) as error:
@@ -108,47 +108,37 @@ def join(
         joined = on_disk.newest(error, ended_at)
         if joined is None:
             raise
-        return replace(joined, sizes_of_all=sizes_of_all, replicas=replicas)
-    mine = plan.of(report.rank)
+        return met.complete(joined)
     with phases.phase("pull"), row.inside("pull"):
         images = call(lambda: _move(plan, report.rank, slots, registry), is_over, "pulling")
     with phases.phase("restore"):
-        tensors: dict[str, torch.Tensor] = {}
-        values = b""
-        for image in images:
-            found, plain = read_image(image)
-            tensors.update(found)
-            values = values or plain
-        state.restore(tensors, values)
+        _restore(state, images)
         with row.inside("confirm"):
             all_done(registry, is_over)
-    source = "own vault" if report.newcomer else "survivor"
-    if any(fetch.sender is not None for fetch in mine):
-        source = "buddy" if any(f.sender is not None and f.part.kind == "own" for f in mine) else "replicas"
-    pulled = sum(fetch.num_bytes for fetch in mine if fetch.sender is not None)
-    return Joined(
-        plan.version,
-        plan.keep,
-        plan.steps_lost,
-        source,
-        pulled,
-        plan.reason,
-        step if step in ends.left else ended_at,
-        ends.resumed(info.epoch, step),
-        lean,
-        sizes_of_all,
-        replicas,
+    source, num_bytes = _source(plan, report)
+    end_step = step if step in ends.left else ended_at
+    resumed = ends.resumed(info.epoch, step)
+    return met.complete(
+        Joined(plan.version, plan.keep, plan.steps_lost, source, num_bytes, plan.reason, end_step, resumed)
     )
 
 
-def _meet(
-    store: Store, info: RoundInfo, report: RankReport, asked: Asked, timeout_s: float
-) -> tuple[dict[int, RankReport], bool, list[tuple[int, int]], list[Any]]:
-    """Wait until every rank has stopped what it did before: from here on no slot changes.
+@dataclass(frozen=True, slots=True)
+class _Met:
+    """What the ranks told each other, and whether the round is lean. ``sizes_of_all``: what each rank has;
+    ``replicas``: what the ranks that were there know of leaves that are not alike (see Asked)."""
 
-    Returns the reports, whether the round is lean, what each rank has, and what the ranks that
-    were there know of leaves that are not alike (see Asked).
-    """
+    reports: dict[int, RankReport]
+    lean: bool
+    sizes_of_all: list[tuple[int, int]]
+    replicas: list[Any]
+
+    def complete(self, joined: Joined) -> Joined:
+        return replace(joined, lean=self.lean, sizes_of_all=self.sizes_of_all, replicas=self.replicas)
+
+
+def _meet(store: Store, info: RoundInfo, report: RankReport, asked: Asked, timeout_s: float) -> _Met:
+    """Wait until every rank has stopped what it did before: from here on no slot changes."""
     said = [asked.settings.pack(), asked.sizes, [asked.lean, asked.why_not_full], asked.replicas]
     store.set(f"join/{report.rank}", msgpack.packb([report.pack(), *said]))
     keys = [f"join/{rank}" for rank in range(info.world_size)]
@@ -173,7 +163,7 @@ def _meet(
         if asked.why_not_full:
             raise ConfigError(f"{why_not}, and the others are not lean: all have to start again")
         raise Retryable(f"a rank joins without memory for its copies: {why_not}")
-    return reports, lean, sizes, replicas
+    return _Met(reports, lean, sizes, replicas)
 
 
 def _mode(modes: Sequence[tuple[bool | None, str]], asked_for: bool) -> bool:
@@ -285,6 +275,27 @@ def _move(plan: Plan, rank: int, slots: _LocalSlots, registry: Registry) -> list
             outgoing.append(Outgoing(fetch.rank, digest, Payload(memory_of(slots.open(fetch)), digest)))
     registry.replication.exchange(outgoing, incoming)
     return images
+
+
+def _restore(state: TrainingState, images: list[torch.Tensor]) -> None:
+    """The live objects, from all that ``images`` hold together."""
+    tensors: dict[str, torch.Tensor] = {}
+    values = b""
+    for image in images:
+        found, plain = read_image(image)
+        tensors.update(found)
+        values = values or plain
+    state.restore(tensors, values)
+
+
+def _source(plan: Plan, report: RankReport) -> tuple[str, int]:
+    """Where this rank has its state from (see Joined), and how many bytes of it came over the network."""
+    pulled = [fetch for fetch in plan.of(report.rank) if fetch.sender is not None]
+    if pulled:
+        source = "buddy" if any(fetch.part.kind == "own" for fetch in pulled) else "replicas"
+    else:
+        source = "own vault" if report.newcomer else "survivor"
+    return source, sum(fetch.num_bytes for fetch in pulled)
 
 
 class _Arrival:

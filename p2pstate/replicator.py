@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
@@ -140,22 +140,7 @@ class Replicator:
             nan_rollback=nan_rollback,
             checkpoint=policy,
         )
-        models = [c for c in components if isinstance(c, torch.nn.Module)]
-        optimizers = with_inner(c for c in components if isinstance(c, torch.optim.Optimizer))
-        objects: dict[str, Any] = {}
-        for component in components:
-            if isinstance(component, torch.nn.Module | torch.optim.Optimizer):
-                continue
-            _check_stateful(component, "positional argument")
-            objects[free_name(component, objects)] = component
-        if data is not None:
-            _check_stateful(data, "data=")
-            if not hasattr(data, "__iter__"):
-                raise ValueError(f"data= takes an iterable of batches, not {type(data).__name__}")
-            objects["data"] = data
-        if not models or not optimizers:
-            missing = "model (a torch.nn.Module)" if not models else "optimizer (a torch.optim.Optimizer)"
-            raise ValueError(f"Replicator needs at least one {missing} among its arguments")
+        models, optimizers, objects = _sorted(components, data)
         if not isinstance(extra, MutableMapping | None):
             raise ValueError(f"extra= takes a dictionary, not {type(extra).__name__}")
         self.extra: MutableMapping[str, Any] = {} if extra is None else extra
@@ -306,7 +291,7 @@ class Replicator:
 
 
 def _check_run(context: WorkerContext, state: TrainingState, settings: Settings, timeout_s: float) -> None:
-    """Whether the run is lean. Raises ConfigError when ranks ask for different things, or a node has not the memory."""
+    """Agree whether the run is lean. Raises ConfigError when ranks ask for different things, or a node lacks memory."""
     need = memory_need(state, context.rank, context.places)
     context.sizes = need.sizes
     context.num_meetings += 1
@@ -362,6 +347,31 @@ def _policy(
         keep=keep,
         stage="" if stage is None else os.path.abspath(stage),
     )
+
+
+def _sorted(
+    components: Sequence[Any], data: Any
+) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer], dict[str, Any]]:
+    """Models; optimizers, with those inside of others; and all else, by the names that its state has.
+
+    Raises ValueError where one kind is missing, or the state of a component cannot be captured.
+    """
+    models = [c for c in components if isinstance(c, torch.nn.Module)]
+    optimizers = with_inner(c for c in components if isinstance(c, torch.optim.Optimizer))
+    objects: dict[str, Any] = {}
+    for component in components:
+        if not isinstance(component, torch.nn.Module | torch.optim.Optimizer):
+            _check_stateful(component, "positional argument")
+            objects[free_name(component, objects)] = component
+    if data is not None:
+        _check_stateful(data, "data=")
+        if not hasattr(data, "__iter__"):
+            raise ValueError(f"data= takes an iterable of batches, not {type(data).__name__}")
+        objects["data"] = data
+    if not models or not optimizers:
+        missing = "model (a torch.nn.Module)" if not models else "optimizer (a torch.optim.Optimizer)"
+        raise ValueError(f"Replicator needs at least one {missing} among its arguments")
+    return models, optimizers, objects
 
 
 def _check_stateful(component: Any, what: str) -> None:
