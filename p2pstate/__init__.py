@@ -7,6 +7,7 @@ Layout, from the top down (a file imports only what stands above it):
     errors.py               what can go wrong, by what the reader can do about it
     autoload.py             what torch runs when it has been imported
     sizes.py                bytes, as a person reads them
+    arguments.py            command lines, as all commands take them
     types.py                versions, parts, slot records, rounds
     placement.py            pure: whose nodes keep whose copies
     interval.py             pure: how many steps lie between two versions

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from p2pstate.agent.hang import DEFAULT_FLOOR_S
 from p2pstate.agent.job import Job
+from p2pstate.arguments import Parser
 from p2pstate.errors import EXIT_CONFIG
 from p2pstate.options import HelpFormatter, add_detection, add_network, add_run, make_config, read_labels
 from rendezvous.config import Config
@@ -31,6 +32,17 @@ __all__ = ["main", "p2prun"]
 MAX_ROUNDS_WITHOUT_PROGRESS = 5
 USAGE = """p2prun [OPTION ...] SCRIPT [ARGUMENT ...]
        p2prun status | stop | assume-dead | witness --help"""
+INSTEAD_OF_TORCHRUNS = {
+    "--rdzv-backend": "p2prun needs none: --contacts lists some nodes",
+    "--rdzv-conf": "p2prun has options of its own for that",
+    "--node-rank": "nodes need no numbers: --name tells them apart",
+    "--master-addr": "there is no master: --contacts lists some nodes",
+    "--master-port": "there is no master: --contacts lists some nodes",
+    "--local-addr": "--advertise HOST:PORT says how others reach this node",
+    "--redirects": "output of all ranks goes to the console and to --log-dir",
+    "--tee": "output of all ranks goes to the console and to --log-dir",
+    "--no-python": "the script has to be Python",
+}
 EPILOG = """\
 A run on three hosts, one of them spare; the same on each but for --bind and --name:
   p2pstate keygen run.key    # once; copy it to every host
@@ -85,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _witness(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="p2prun witness",
         description="Add a vote to a run, from any host: with one, a run on two nodes survives the silent loss of a "
         "node. Start the nodes with --witnesses (torchrun: --rdzv-conf witnesses=1).",
@@ -110,18 +122,27 @@ def _witness(arguments: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="p2prun",
         usage=USAGE,
         epilog=EPILOG,
         description="Run one node of a training job whose processes and nodes may die. Start it once per node, "
         "with the same arguments except --name and --bind; surplus nodes become spares.",
         formatter_class=HelpFormatter,
+        elsewhere=INSTEAD_OF_TORCHRUNS,
     )
     parser.add_argument("--version", action="version", version=f"p2prun {importlib.metadata.version('p2pstate')}")
     run = add_run(parser)
-    run.add_argument("--nproc-per-node", type=int, default=1, metavar="N", help="workers per node")
+    run.add_argument(
+        "--nproc-per-node",
+        type=_num_workers,
+        default=1,
+        metavar="N",
+        help="workers per node; auto: as many as there are cards, or else CPUs (also: gpu, cpu)",
+    )
+    run.add_argument("--standalone", action="store_true", help="one node, by itself, which is the default")
     run.add_argument("--run-dir", metavar="DIR", help="where events and logs go (one file per node)")
+    run.add_argument("--log-dir", metavar="DIR", help="where logs of ranks go (default: logs in --run-dir)")
     add_network(parser)
     add_detection(parser)
     node = parser.add_argument_group("this node")
@@ -157,6 +178,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("script", help="the training script")
     parser.add_argument("args", nargs=argparse.REMAINDER, help="its arguments").required = False
     return parser
+
+
+def _num_workers(text: str) -> int:
+    """As torchrun reads it."""
+    if text not in ("auto", "cpu", "gpu"):
+        try:
+            return int(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} is none of: a number, auto, cpu, gpu") from error
+    if text != "cpu":
+        import torch  # here, so that whoever gives a number does not wait for it
+
+        num_cards = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+        if num_cards or text == "gpu":
+            return num_cards
+    return os.cpu_count() or 1
 
 
 def _add_limits(node: argparse._ArgumentGroup) -> None:
@@ -210,6 +247,8 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
 
     if options.nproc_per_node < 1:
         raise ValueError(f"--nproc-per-node {options.nproc_per_node}: at least one worker is needed")
+    if options.standalone and (options.nnodes, options.spares, options.witnesses) != ("1", 0, 0):
+        raise ValueError("--standalone means one node, without spares and witnesses: leave it out")
     if not 0 <= options.rehearse <= options.nproc_per_node:
         raise ValueError(f"--rehearse {options.rehearse}: from 0 to as many as --nproc-per-node")
     if not 0 <= options.hang_floor < float("inf"):
@@ -218,6 +257,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         commands = "" if "." in options.script else f"; commands are {', '.join([*OPERATING, 'witness'])}"
         raise ValueError(f"there is no script {options.script!r} here ({os.getcwd()}); -m runs a module{commands}")
     config = make_config(options, Role.NODE, options.nproc_per_node, read_labels(options.label))
+    log_dir = options.log_dir or (os.path.join(options.run_dir, "logs") if options.run_dir else None)
     job = Job(
         script=options.script,
         args=tuple(options.args),
@@ -225,6 +265,7 @@ def _configure(options: argparse.Namespace) -> tuple[Config, Job]:
         num_workers=options.nproc_per_node,
         num_rehearsed=options.rehearse,
         run_dir=os.path.abspath(options.run_dir) if options.run_dir else None,
+        log_dir=os.path.abspath(log_dir) if log_dir else None,
         quiet=options.quiet and options.run_dir is not None,
         max_restarts=options.max_restarts,
         max_rounds_without_progress=MAX_ROUNDS_WITHOUT_PROGRESS,

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from p2pstate.agent.status import describe
+from p2pstate.arguments import Parser
 from p2pstate.errors import EXIT_CONFIG
 from p2pstate.options import HelpFormatter, add_network, operator_config
 from rendezvous.config import Config
@@ -91,7 +92,7 @@ def _assume_dead(arguments: Sequence[str]) -> int:
 
 
 def _parser(command: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog=f"p2prun {command}",
         description=f"{description} Exit code: 0 done, 1 refused or nobody answered, 78 bad options.",
         formatter_class=HelpFormatter,
@@ -102,7 +103,9 @@ def _parser(command: str, description: str) -> argparse.ArgumentParser:
 
 def add_operator(parser: argparse.ArgumentParser) -> None:
     """Which run, and how to reach it."""
-    parser.add_argument("--run-id", default=os.environ.get("P2PSTATE_RUN_ID", "default"), help="as on the nodes")
+    parser.add_argument(
+        "--run-id", metavar="ID", default=os.environ.get("P2PSTATE_RUN_ID", "default"), help="as on the nodes"
+    )
     parser.add_argument("--timeout", type=float, default=15.0, metavar="S", help="give up after this long")
     add_network(parser)
 

@@ -42,7 +42,13 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
 def add_run(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """What every member of a run must be told alike."""
     run = parser.add_argument_group("the run")
-    run.add_argument("--run-id", default=os.environ.get("P2PSTATE_RUN_ID", "default"), help="the same on every node")
+    run.add_argument(
+        "--run-id",
+        "--rdzv-id",
+        metavar="ID",
+        default=os.environ.get("P2PSTATE_RUN_ID", "default"),
+        help="the same on every node",
+    )
     run.add_argument(
         "--nnodes",
         default="1",
@@ -61,7 +67,11 @@ def add_network(parser: argparse.ArgumentParser) -> None:
     """How members find and reach each other."""
     net = parser.add_argument_group("the network")
     net.add_argument(
-        "--contacts", default="", metavar="LIST", help="of nodes to ask: host:port,..., slurm:PORT or dir:PATH"
+        "--contacts",
+        "--rdzv-endpoint",
+        default="",
+        metavar="LIST",
+        help="of nodes to ask: host:port,..., slurm:PORT or dir:PATH",
     )
     net.add_argument("--bind", metavar="HOST:PORT", help="where this process listens (any port on loopback)")
     net.add_argument("--iface", metavar="NAME", help="the network interface whose address others are told")

@@ -6,13 +6,15 @@ imported: the others' would make it wait.
 
 from __future__ import annotations
 
-import argparse
+import errno
 import importlib
 import importlib.metadata
 import os
 import signal
 import sys
 from collections.abc import Sequence
+
+from p2pstate.arguments import Parser, nearest
 
 __all__ = ["run_tool"]
 
@@ -32,9 +34,7 @@ TOOLS = {  # name -> what it is for, the module that adds it
 
 def run_tool(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
-    parser = argparse.ArgumentParser(
-        prog="p2pstate", description="Tools around a run, which p2prun starts: see p2prun --help"
-    )
+    parser = Parser(prog="p2pstate", description="Tools around a run, which p2prun starts: see p2prun --help")
     parser.add_argument("--version", action="version", version=f"p2pstate {importlib.metadata.version('p2pstate')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     if arguments and arguments[0] in TOOLS:
@@ -42,7 +42,13 @@ def run_tool(argv: Sequence[str] | None) -> int:
     else:
         for name, (purpose, _) in TOOLS.items():
             commands.add_parser(name, help=purpose)
-    options = parser.parse_args(arguments)
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in TOOLS:
+        parser.error(
+            f"there is no command {arguments[0]!r}{nearest(arguments[0], TOOLS)} Commands are {', '.join(TOOLS)}"
+        )
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        commands.choices.get(options.command, parser).refuse(unknown)
     if options.command is None:
         parser.print_help()
         return 0
@@ -50,6 +56,18 @@ def run_tool(argv: Sequence[str] | None) -> int:
         code: int = options.run(options)
         sys.stdout.flush()
     except BrokenPipeError:  # whoever reads has read enough, such as head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _say_no_more()
         return 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    except OSError as error:
+        if error.filename is not None or error.errno != errno.ENOSPC:
+            raise
+        _say_no_more()
+        print(f"p2pstate {options.command}: what it says could not be written: {error.strerror}", file=sys.stderr)
+        return 1
     return code
+
+
+def _say_no_more() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,6 +9,7 @@ this node's own end), and then no process of this node is left.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -66,6 +67,8 @@ class Agent:
         self._job = job
         self._name = config.name
         self._writer = Writer()
+        if job.log_dir is not None:
+            os.makedirs(job.log_dir, exist_ok=True)
         self.events = EventLog(config.name, job.run_dir, self._writer, quiet=job.quiet)
         if job.otel:
             self.events.spans = IncidentSpans(config.run_id, config.name)
@@ -73,7 +76,7 @@ class Agent:
         cuttable = CutTransport(ZmqTransport(config)) if job.chaos else None
         self.node = Node(config, self, transport=cuttable)
         self._supervisor = Supervisor(
-            self.node, self, self._writer, name=config.name, run_dir=job.run_dir, quiet=job.quiet
+            self.node, self, self._writer, name=config.name, log_dir=job.log_dir, quiet=job.quiet
         )
         self._chaos: Chaos | None = None
         if cuttable is not None:

@@ -17,7 +17,8 @@ class Job:
     args: tuple[str, ...]
     module: bool
     num_workers: int
-    run_dir: str | None
+    run_dir: str | None  # where events go
+    log_dir: str | None  # and what ranks print
     quiet: bool
     max_restarts: int
     max_rounds_without_progress: int

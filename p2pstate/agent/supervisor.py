@@ -66,13 +66,13 @@ class Supervisor:
     """All callbacks come from the node's thread."""
 
     def __init__(
-        self, node: Node, listener: Listener, writer: Writer, *, name: str, run_dir: str | None, quiet: bool
+        self, node: Node, listener: Listener, writer: Writer, *, name: str, log_dir: str | None, quiet: bool
     ) -> None:
         self._writer = writer
         self._node = node
         self._listener = listener
         self._quiet = quiet
-        self._log_dir = os.path.join(run_dir, "logs", name) if run_dir else None
+        self._log_dir = os.path.join(log_dir, name) if log_dir else None
         self._template: Channel | None = None
         self._template_process: subprocess.Popen[bytes] | None = None
         self._template_ready = False
@@ -141,7 +141,10 @@ class Supervisor:
 
     def _hand_over(self, worker: WorkerProcess, message: Message, rank: int) -> None:
         if self._log_dir is not None:
-            worker.output.open_log(os.path.join(self._log_dir, f"{rank}.{worker.pid}.log"))
+            try:
+                worker.output.open_log(os.path.join(self._log_dir, f"{rank}.{worker.pid}.log"))
+            except OSError as error:  # the disk is full, or gone: that costs the log
+                worker.output.note(f"rank {rank} has no log: {error}\n")
         try:
             page = new_page()
         except OSError:  # out of descriptors: nobody will notice if this one hangs

@@ -41,7 +41,7 @@ def test_fork_without_a_descriptor_left_keeps_none_and_is_tried_again(monkeypatc
     address = f"@p2pstate-test-{secrets.token_hex(8)}"
     monkeypatch.setenv("P2PSTATE_FORKSERVER", address)
     node, complaints = ManualNode(), Complaints()
-    supervisor = Supervisor(node, complaints, Writer(), name="n", run_dir=None, quiet=True)  # type: ignore[arg-type]
+    supervisor = Supervisor(node, complaints, Writer(), name="n", log_dir=None, quiet=True)  # type: ignore[arg-type]
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(socket_name(address))
         listener.listen()

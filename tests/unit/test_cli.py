@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,10 @@ from p2pstate.errors import EXIT_CONFIG
         (["stauts"], "commands are status, stop, assume-dead, witness"),
         (["status"], "--contacts is missing: list host:port of some nodes of the run"),
         (["--nnodes", "2", "--contacts", "10.0.0.1:7000", "train.py"], "--bind is missing: 10.0.0.1:7000 is on the"),
+        (["--standalone", "--nnodes", "2", "train.py"], "--standalone means one node"),
+        (["--nproc_per_node", "0", "train.py"], "--nproc-per-node 0: at least one worker"),
+        (["--nproc-per-node", "gpu", "train.py"], "--nproc-per-node 0: at least one worker"),
+        (["--log_dir=train.py", "train.py"], "train.py"),
         (["--key-file", "none.key", "train.py"], "there is no key file none.key; make one with `p2pstate keygen"),
     ],
 )
@@ -43,6 +48,34 @@ def test_p2prun_without_a_script_says_so_in_a_few_lines(capsys: pytest.CaptureFi
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == "p2prun: error: the following arguments are required: script"
     assert len(lines) < 5
+
+
+@pytest.mark.parametrize(
+    ("program", "arguments", "says"),
+    [
+        (p2prun, ["--spars", "1", "train.py"], "unrecognized arguments: --spars; did you mean --spares?"),
+        (p2prun, ["--rdzv_backend=c10d", "train.py"], "--contacts lists some nodes"),
+        (p2prun, ["--nproc-per-node", "two", "train.py"], "'two' is none of: a number, auto, cpu, gpu"),
+        (main, ["pln", "--gpus", "8"], "there is no command 'pln'; did you mean plan?"),
+        (main, ["plan", "--gpus", "8", "--mtbf", "9", "--cupies", "2"], "p2pstate plan: error: unrecognized arguments"),
+        (main, ["plan", "--gpus", "8", "--mtbf", "9", "--cupies", "2"], "did you mean --copies?"),
+    ],
+)
+def test_unknown_word_is_answered_with_the_nearest_known_one(
+    program: Any, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        program(arguments)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_command_that_cannot_say_it_says_why() -> None:
+    command = [sys.executable, "-m", "p2pstate", "plan", "--gpus", "8", "--mtbf", "1"]
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr.count("\n")) == (1, 1)
+    assert "could not be written: No space left on device" in ended.stderr
 
 
 def test_command_whose_reader_leaves_ends_without_a_word(tmp_path: Path) -> None:
