@@ -9,10 +9,10 @@ between two steps (logs, evaluation, saves, the ends of epochs) is a hook of the
 newcomers included, do it again from the version that they resume. Part of the state are also losses that are not logged
 yet, the best metric and checkpoint so far, what control says, and what callbacks export (``ExportableState``).
 
-Limits: transformers 5, map-style data sets, all batches of an epoch, no DeepSpeed; neither ``eval_on_start`` nor
-``resume_from_checkpoint``. What callbacks remember and do not export begins anew in a replaced rank, and its
-``log_history`` with the step it joined at. The Trainer's own checkpoints are for other programs: a run that is started
-again goes on from ``replicator={"checkpoint": DIR}``.
+Limits: transformers 5, map-style data sets, shuffled or in order, all batches of an epoch, no DeepSpeed; neither
+``eval_on_start`` nor ``resume_from_checkpoint``. What callbacks remember and do not export begins anew in a replaced
+rank, and its ``log_history`` with the step it joined at. The Trainer's own checkpoints are for other programs: a run
+that is started again goes on from ``replicator={"checkpoint": DIR}``.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ class ReplicatedTrainer(transformers.Trainer):
                 "before training: give eval_on_start=False, and call trainer.evaluate() in a process of its own"
             )
         check(self.accelerator)
+        _check_data_settings(self.args)
         if isinstance(self.train_dataset, torch.utils.data.IterableDataset):
             raise ConfigError("train_dataset is an IterableDataset: give a data set with a length and indices")
         self.replicator: Replicator | None = None
@@ -140,7 +141,7 @@ class ReplicatedTrainer(transformers.Trainer):
             raise ValueError("training needs a train_dataset")
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
         sampler = Sampler(
-            Shuffled(len(self.train_dataset), seed=seed),
+            Shuffled(len(self.train_dataset), seed=seed, shuffle=_strategy(self.args) != "sequential"),
             batch_size=self._train_batch_size,
             rank=dist.get_rank(),
             num_ranks=dist.get_world_size(),
@@ -170,6 +171,11 @@ class ReplicatedTrainer(transformers.Trainer):
             raise ConfigError(
                 "train(resume_from_checkpoint=...) cannot be protected: a run that is started again goes on by itself "
                 'from replicator={"checkpoint": DIR}; the weights of another run are loaded with from_pretrained'
+            )
+        if not all(callable(getattr(train_dataloader, name, None)) for name in ("state_dict", "load_state_dict")):
+            raise ConfigError(
+                f"the training loader, a {type(train_dataloader).__name__}, has no position that could be saved "
+                "(state_dict, load_state_dict): have get_train_dataloader return a p2pstate.data.Loader"
             )
         self._num_batches_per_epoch, self._num_steps_per_epoch = steps_in_epoch, num_update_steps_per_epoch
         self._start_time = start_time
@@ -259,3 +265,28 @@ class ReplicatedTrainer(transformers.Trainer):
             self.lr_scheduler.step()
         model.zero_grad()
         return total
+
+
+def _strategy(args: transformers.TrainingArguments) -> str:
+    """How the Trainer is to choose batches; transformers before 5.1 has no name for it."""
+    by_length = "group_by_length" if getattr(args, "group_by_length", False) else "random"
+    return str(getattr(args, "train_sampling_strategy", by_length))
+
+
+def _check_data_settings(args: transformers.TrainingArguments) -> None:
+    """ConfigError for settings that choose batches in a way that is not p2pstate's."""
+    refused = {
+        _strategy(args): _strategy(args) not in ("random", "sequential"),
+        "auto_find_batch_size=True": args.auto_find_batch_size,
+        "accelerator_config split_batches=True": args.accelerator_config.split_batches,
+        "accelerator_config dispatch_batches=True": args.accelerator_config.dispatch_batches,
+        "accelerator_config even_batches=False": not args.accelerator_config.even_batches,
+    }
+    given = [name for name, is_given in refused.items() if is_given]
+    if given:
+        raise ConfigError(
+            f"{', '.join(given)}: batches come from p2pstate.data, shuffled or in order, of "
+            "per_device_train_batch_size samples on each rank, the last ones filled up or dropped "
+            "(dataloader_drop_last); leave this setting out, or override get_train_dataloader with a "
+            "p2pstate.data.Loader of your own"
+        )

@@ -7,7 +7,7 @@ Lightning keeps the module's and the callbacks' hooks, optimization (automatic o
 logging. One batch is one block of the Replicator. What Lightning does between batches (validation, the end of an epoch
 and the beginning of the next) is a hook of the Replicator: after a fault all ranks, newcomers included, do it again
 from the version that they resume. Besides model, optimizers and schedulers the state has the loops' progress, the
-callbacks' ``state_dict``, metrics that are accumulating, and what early stopping decided.
+callbacks' ``state_dict`` and modules, metrics that are accumulating, and what early stopping decided.
 
 Limits: one training loader with a length and a position (``state_dict``), all of its batches; no ``ckpt_path`` for
 ``fit``, no ``FSDPStrategy``, no time-based validation, validation only where an optimizer steps. Lines that loggers
@@ -26,10 +26,12 @@ import torch.distributed as dist
 from lightning import __version__ as lightning_version
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loops import _FitLoop
 from lightning.pytorch.loops.fetchers import _DataFetcher, _DataLoaderIterDataFetcher
 from lightning.pytorch.strategies import FSDPStrategy
 from lightning.pytorch.trainer import call
+from torch import nn
 from torchmetrics import Metric
 
 from p2pstate.durable.catalog import damaged_files, list_checkpoints
@@ -43,6 +45,7 @@ __all__ = ["Replicate", "ReplicatedCheckpointIO"]
 
 
 _END_OF_PASS = object()
+SAVED_LAST = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")  # of ModelCheckpoint
 
 
 class Replicate(Callback):
@@ -62,6 +65,11 @@ class Replicate(Callback):
             raise ConfigError(
                 "FSDPStrategy cannot be protected: it is FSDP1, which needs cards and has not been tried here; shard "
                 "with FSDP2: Trainer(strategy=ModelParallelStrategy()), and fully_shard in configure_model"
+            )
+        if stage == "fit" and any(isinstance(each, StochasticWeightAveraging) for each in trainer.callbacks):
+            raise ConfigError(
+                "StochasticWeightAveraging cannot be protected: it takes the place of the schedulers while it trains; "
+                "WeightAveraging and EMAWeightAveraging can"
             )
         if stage == "fit" and not isinstance(trainer.fit_loop, _ReplicatedFitLoop):
             trainer.fit_loop = _ReplicatedFitLoop(trainer, self)
@@ -153,6 +161,10 @@ class FitProgress:
             "should_stop": trainer.should_stop,
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "callbacks": call._call_callbacks_state_dict(trainer),
+            "saved": [
+                {name: vars(each)[name] for name in SAVED_LAST if name in vars(each)}
+                for each in trainer.checkpoint_callbacks
+            ],
             "logged_by": [logs._first_loop_iter, logs._current_fx],
             "callback_metrics": dict(logs._callback_metrics),
             "metrics": {name: _metric_state(metric) for name, metric in self._metrics().items()},
@@ -170,6 +182,8 @@ class FitProgress:
         for callback in trainer.callbacks:
             if callback.state_key in state["callbacks"]:
                 callback.load_state_dict(state["callbacks"][callback.state_key])
+        for each, saved in zip(trainer.checkpoint_callbacks, state["saved"], strict=True):
+            vars(each).update(saved)  # ranks that differ in what they have saved do not save together
         logs = trainer._logger_connector
         logs._first_loop_iter, logs._current_fx = state["logged_by"]
         logs._callback_metrics = dict(state["callback_metrics"])
@@ -184,11 +198,23 @@ class FitProgress:
         validation._seen_batches_per_dataloader.update(state["num_validated"])
 
     def _metrics(self) -> dict[str, Metric]:
-        """Those of the module, and those in which Lightning averages what is logged."""
+        """Those of the module and of callbacks, and those in which Lightning averages what is logged."""
         module: Any = self._loop.trainer.lightning_module
         found = {f"module.{name}": m for name, m in module.named_modules() if isinstance(m, Metric)}
+        found |= {name: m for name, m in _modules_of_callbacks(self._loop.trainer) if isinstance(m, Metric)}
         results = self._loop.epoch_loop._results
         return found | {f"log.{key}": metric for key, metric in results.items() if metric.is_tensor}
+
+
+def _modules_of_callbacks(trainer: Trainer) -> list[tuple[str, nn.Module]]:
+    """What callbacks keep besides their ``state_dict`` and is no part of the module: averaged weights, for example."""
+    known = set(trainer.lightning_module.modules()) | {trainer.model}
+    return [
+        (f"callback{index}.{name}", value)
+        for index, callback in enumerate(trainer.callbacks)
+        for name, value in vars(callback).items()
+        if isinstance(value, nn.Module) and value not in known
+    ]
 
 
 def _metric_state(metric: Metric) -> dict[str, Any]:
@@ -255,6 +281,7 @@ class _ReplicatedFitLoop(_FitLoop):
     def _protect(self, loader: Any) -> Replicator:
         trainer = self.trainer
         components = [trainer.model, *trainer.optimizers, *(each.scheduler for each in trainer.lr_scheduler_configs)]
+        components += [module for _, module in _modules_of_callbacks(trainer) if not isinstance(module, Metric)]
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         if scaler is not None:
             components.append(scaler)

@@ -59,6 +59,36 @@ def test_data_set_without_indices_is_refused(tmp_path: Path) -> None:
         ReplicatedTrainer(Model(), args, train_dataset=Endless())
 
 
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"train_sampling_strategy": "group_by_length"}, "group_by_length"),
+        ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"accelerator_config": {"split_batches": True}}, "split_batches"),
+        ({"accelerator_config": {"even_batches": False}}, "even_batches"),
+    ],
+)
+def test_setting_that_chooses_other_batches_is_refused_by_name(
+    tmp_path: Path, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make_trainer(tmp_path, **settings)
+
+
+def test_data_in_order_comes_in_order(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, train_sampling_strategy="sequential", per_device_train_batch_size=4)
+    trainer.data_collator = lambda samples: torch.stack([x for (x,) in samples])
+    delivered = [batch.tolist() for batch in trainer.get_train_dataloader()]
+    assert delivered[:2] == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0]]
+
+
+def test_loader_of_the_users_without_a_position_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    trainer.get_train_dataloader = lambda: torch.utils.data.DataLoader(SAMPLES)
+    with pytest.raises(ConfigError, match=r"a DataLoader\w*, has no position"):
+        trainer.train()
+
+
 def test_resume_from_a_checkpoint_of_the_trainers_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, save_strategy="no")
     torch.save(trainer.model.state_dict(), tmp_path / "pytorch_model.bin")

@@ -124,3 +124,45 @@ def test_checkpoint_io_reads_the_newest_or_the_named_checkpoint_and_files_of_lig
     assert reader.load_checkpoint(tmp_path / "lightning.ckpt")["state_dict"]["w"].tolist() == [1, 1]
     with pytest.raises(FileNotFoundError, match="000003-step30: "):
         reader.load_checkpoint(tmp_path / "ckpt" / "000003-step30")
+
+
+def test_weights_that_a_callback_averages_and_what_was_saved_last_go_over_to_another_trainer(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+    from torchmetrics import MeanMetric
+
+    from p2pstate.integrations.lightning import FitProgress, Replicate, _modules_of_callbacks
+
+    class Measuring(lightning.Callback):
+        def __init__(self) -> None:
+            self.mean = MeanMetric()
+
+    def progress() -> tuple[Any, FitProgress]:
+        callbacks = [Replicate(), EMAWeightAveraging(), ModelCheckpoint(tmp_path), Measuring()]
+        trainer = lightning.Trainer(accelerator="cpu", devices=1, callbacks=callbacks, logger=False)
+        trainer.strategy.connect(model())
+        for callback in callbacks:
+            callback.setup(trainer, trainer.lightning_module, "fit")
+        return trainer, FitProgress(trainer.fit_loop)
+
+    (left, told), (right, knows_nothing) = progress(), progress()
+    modules = [dict(_modules_of_callbacks(trainer)) for trainer in (left, right)]
+    assert [type(each).__name__ for each in modules[0].values()] == ["AveragedModel", "MeanMetric"]
+    assert modules[0].keys() == modules[1].keys()
+    left.checkpoint_callback._last_global_step_saved = 40
+    means = [next(each for each in found.values() if isinstance(each, MeanMetric)) for found in modules]
+    means[0].update(3.0)
+    knows_nothing.load_state_dict(told.state_dict())
+    assert right.checkpoint_callback._last_global_step_saved == 40
+    assert means[1].compute() == 3.0
+
+
+def test_averaging_that_replaces_schedulers_is_refused(tmp_path: Path) -> None:
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    from p2pstate.integrations.lightning import Replicate
+
+    trainer = lightning.Trainer(
+        accelerator="cpu", devices=1, logger=False, callbacks=[Replicate(), StochasticWeightAveraging(0.1)]
+    )
+    with pytest.raises(ConfigError, match="StochasticWeightAveraging"):
+        trainer.fit(model(), Loader(SAMPLES, batch_size=4))
