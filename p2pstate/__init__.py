@@ -161,6 +161,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/budget.py         pure: how often a run may fail
     agent/rounds.py         pure: how a round begins
     agent/save_writer.py    the process that writes them, as its agent sees it
+    agent/data_ends.py      a rank that has no batch any more, told to those that wait for it
     agent/saves.py          saves, as the agent runs them
     agent/draining.py       what goes to disk before the end
     agent/resizing.py       on fewer nodes, and on as many as before

@@ -1,15 +1,18 @@
 """How a loop ends: all ranks at the same step, its state protected and, where it goes to disk, there.
 
 In: the step after which this rank wants to end (so many were asked for, its data ends, the user leaves), what other
-ranks say in a round. Out: whether all have agreed and the loop is over.
+ranks say in a round, and, as soon as their data ends, through the agents. Out: whether all have agreed and the loop is
+over.
 
 Invariants: nobody leaves before all ranks have voted that they do, at one step; a fault before that is a fault of the
-loop, and the rank goes on as after any other.
+loop, and the rank goes on as after any other. A rank in a step that another one has no batch for gives it up at once,
+and all end, in a round, at the step before.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 
 from p2pstate.errors import P2PStateError
 from p2pstate.groups.gate import Ballot
@@ -24,7 +27,19 @@ from p2pstate.worker.context import WorkerContext
 __all__ = ["LoopEnd"]
 
 END_OF_LOOP = 1 << 40  # votes at the end of the loop cannot meet votes of a step
-MIN_DATA_END_WAIT_S = 5.0  # how long a rank without data waits for the others to run out as well
+# How long a rank without data waits for the others to run out as well. Who has a batch more says so before, unless the
+# word of the end does not reach it.
+MIN_DATA_END_WAIT_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _DataEnd:
+    """The data of ``rank`` ended after ``step``, when it had taken ``num_batches`` in all."""
+
+    rank: int
+    step: int
+    num_batches: int
+    epoch: int
 
 
 class LoopEnd:
@@ -44,6 +59,32 @@ class LoopEnd:
         self._drain_timeout_s, self._save_timeout_s = drain_timeout_s, save_timeout_s
         self.data_ended_at = -1
         self.agreed_step: int | None = None
+        self._told: _DataEnd | None = None  # by another rank
+        self._block: tuple[int, int] | None = None  # that this rank is in: its step, how many batches with its own
+        self._ended_at = -1  # the newest step after which a loop ended: what is heard later of that end is old
+        context.link.on_data_ended = self._on_data_ended
+
+    def enter_block(self, step: int, num_batches: int) -> None:
+        self._block = step, num_batches
+        self._look_for_end()
+
+    def leave_block(self) -> None:
+        self._block = None
+
+    def _on_data_ended(self, epoch: int, rank: int, step: int, num_batches: int) -> None:
+        self._told = _DataEnd(rank, step, num_batches, epoch)
+        self._look_for_end()
+
+    def _look_for_end(self) -> None:
+        """On the thread that comes second: of the one that enters a block, and the one that hears of an end.
+
+        A block with no more batches than the other rank has had may be the last one here as well, without a step.
+        """
+        told, block = self._told, self._block
+        if told is None or block is None or told.step <= self._ended_at:
+            return
+        if block[0] > told.step and block[1] > told.num_batches:
+            STATUS.fail(P2PStateError(f"the data of rank {told.rank} ended after step {told.step}"), told.epoch)
 
     def is_reached(self, step: int, steps: int | None) -> bool:
         """``steps``: how many were asked for."""
@@ -66,7 +107,7 @@ class LoopEnd:
         voted = self._vote(step, timeout_s)
         if voted is None or not self._save_last(epoch, step, voted):
             return False
-        self.data_ended_at, self.agreed_step = -1, None
+        self.data_ended_at, self.agreed_step, self._ended_at = -1, None, step
         if step == 0 and self._stepping.num_open_blocks:
             self._stepping.warn_of_open_blocks()
         self._protection.loop_ended(Version(epoch, step), voted)
@@ -75,8 +116,9 @@ class LoopEnd:
         METER.enter("shutdown")
         return True
 
-    def data_ended(self, epoch: int, step: int) -> bool:
+    def data_ended(self, epoch: int, step: int, num_batches: int) -> bool:
         """This rank has no batch any more. If others have, all end at this step, after a round of its own."""
+        self._context.link.send("data_ended", epoch=epoch, step=step, num_batches=num_batches)
         if self.finish(epoch, step, max(MIN_DATA_END_WAIT_S, 10 * self._stepping.step_s)):
             return True
         self.data_ended_at = step

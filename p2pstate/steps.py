@@ -194,7 +194,7 @@ class Loop:
                     if context.must_join:
                         self._rehearsals.end()
                     else:
-                        done = self._end.data_ended(context.epoch, self.step)
+                        done = self._end.data_ended(context.epoch, self.step, self._feed.num_batches)
                     continue
                 except Exception as error:
                     if not self._raised(self.step + 1, error):
@@ -241,12 +241,14 @@ class Loop:
         self._stepping.begin(block, rehearsing=self._context.must_join)
         if not self._context.must_join:
             self._interruption.begin(block)
+            self._end.enter_block(block.step, self._feed.num_batches)
 
     def leave(self, block: StepBlock, error: BaseException | None) -> bool:
         """The end of a block. True swallows ``error``: the step was discarded."""
         if self._context.is_forked:
             return False
         self._in_block = False
+        self._end.leave_block()
         STATUS.trace.do(Doing.BETWEEN)
         self._stepping.end()
         self._interruption.end()

@@ -16,6 +16,8 @@ from contextlib import suppress
 from typing import Any
 
 from p2pstate.agent.chaos import Chaos
+from p2pstate.agent.data_ends import KIND as DATA_ENDED
+from p2pstate.agent.data_ends import DataEnds
 from p2pstate.agent.describing import describe_start
 from p2pstate.agent.draining import Draining
 from p2pstate.agent.events import EventLog
@@ -97,6 +99,7 @@ class Agent:
         self._draining = Draining(self.node, self._vault, self.events, self._saves, lineage, config.name)
         self._resizing = Resizing(self.node, config, self._draining, self._ranks.start_all_over)
         self._requests = Requests(self.node, self._supervisor.tell, self._vault, lineage)
+        self._data_ends = DataEnds(self.node, self._supervisor.tell_ranks)
         self._completion = Completion(
             self.node,
             self._ranks.all_finished,
@@ -111,6 +114,7 @@ class Agent:
             self._site.serve(job.http, job.http_token)
         self._handlers: dict[str, Callable[..., None]] = {
             **self._requests.handlers,
+            **self._data_ends.handlers,
             **self._ranks.handlers,
             "rehearsed": self._rehearsals.on_rehearsed,
             "copies": lambda worker, copies, lean: self._weaknesses.on_copies(copies, lean),
@@ -260,6 +264,9 @@ class Agent:
                 self._journals.heard(body)
         elif kind == "save":
             self._saves.heard(sender, body)
+        elif kind == DATA_ENDED:
+            with suppress(TypeError, ValueError):  # of another version of this program
+                self._data_ends.heard(body)
         elif kind == "drain":
             with suppress(KeyError, TypeError, ValueError):  # of another version of this program
                 self._draining.heard(sender, body)

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2pstate.agent.attached import Attached, AttachedWorkers
+from p2pstate.agent.data_ends import KIND as DATA_ENDED
+from p2pstate.agent.data_ends import DataEnds
 from p2pstate.agent.describing import environment
 from p2pstate.agent.draining import Draining
 from p2pstate.agent.events import EventLog
@@ -112,6 +114,7 @@ class VaultKeeper:
         self._draining = Draining(host.node, self._vault, self._events, self._saves, self._state.lineage, self._name)
         self._info: RoundInfo | None = None  # of the newest round that workers of this node have come to
         self._requests = Requests[Attached](host.node, self._workers.tell, self._vault, self._state.lineage)
+        self._data_ends = DataEnds(host.node, self._workers.tell_ranks)
         self._ranks: list[int] = []  # of this node
         self._weaknesses = Weaknesses(self._events)
         self._watchdog = Watchdog(
@@ -126,6 +129,7 @@ class VaultKeeper:
         self._events.emit("agent_started", configuration=known, environment=environment())
         self._handlers: dict[str, Callable[..., None]] = {
             **self._requests.handlers,
+            **self._data_ends.handlers,
             **self._state.handlers,
             "copies": lambda worker, copies, lean: self._weaknesses.on_copies(copies, lean),
             "checkpoint": lambda worker, **target: self._saves.configure(**target),
@@ -173,6 +177,8 @@ class VaultKeeper:
                 self._site.heard(sender, kind, body)
             elif kind == "save":
                 self._saves.heard(sender, body)
+            elif kind == DATA_ENDED:
+                self._data_ends.heard(body)
             elif kind == "drain":
                 self._draining.heard(sender, body)
 

@@ -22,7 +22,7 @@ from rendezvous.types import View
 
 __all__ = ["RoundState", "tell_view"]
 
-ERROR_GRACE_S = 1.0  # an error without a death: give the detector of deaths the first word
+ERROR_GRACE_S = 1.0  # an error that a death may explain: give the detector of deaths the first word
 
 
 def tell_view(events: EventLog, view: View, start: str, *, aloud: bool = True) -> None:
@@ -109,8 +109,8 @@ class RoundState:
         worker.step, worker.protected, worker.told_at = step, protected, time.monotonic()
         self._events.emit("step", rank=worker.rank, step=step, protected=protected, **fields)
 
-    def _error(self, worker: RankProcess, epoch: int, text: str) -> None:
-        """A worker cannot go on in its round although nobody is known to be dead."""
+    def _error(self, worker: RankProcess, epoch: int, text: str, certain: bool = False) -> None:
+        """A worker cannot go on in its round although nobody is known to be dead. ``certain``: nobody needs to be."""
         reason = f"rank {worker.rank}: {text}"
 
         def is_unexplained() -> bool:
@@ -120,7 +120,9 @@ class RoundState:
             if is_unexplained():
                 self._want_round(reason)
 
-        if is_unexplained():
+        if certain:
+            look_again()
+        elif is_unexplained():
             self._node.call_later(ERROR_GRACE_S, look_again)
 
     def _start_over(self, worker: RankProcess, epoch: int, start: str, reason: str) -> None:

@@ -18,7 +18,7 @@ from operator import attrgetter
 
 import torch
 
-from p2pstate.errors import P2PStateError
+from p2pstate.errors import Retryable
 from p2pstate.groups.registry import GATE, Registry
 from p2pstate.groups.status import Status
 from p2pstate.groups.waiting import wait_collective
@@ -83,7 +83,7 @@ def vote(registry: Registry, status: Status, ballot: Ballot, timeout_s: float | 
             wait_collective(work, is_over, timeout)
     except Exception as error:
         late = timeout_s is not None and time.monotonic() - began >= timeout_s
-        status.fail(P2PStateError(f"not every rank voted within {timeout_s:g} s") if late else error, gate.epoch)
+        status.fail(Retryable(f"not every rank voted within {timeout_s:g} s") if late else error, gate.epoch)
         return None
     everyone = ballots.view(registry.world_size, -1)
     outcome = everyone.amin(0)

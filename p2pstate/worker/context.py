@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from p2pstate.errors import EXIT_RETRY, ConfigError
+from p2pstate.errors import EXIT_RETRY, ConfigError, P2PStateError, Retryable
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.status import Status
 from p2pstate.placement import partners, wards
@@ -165,7 +165,8 @@ class WorkerContext:
         def on_first_error(error: BaseException, epoch: int) -> None:
             registry.cut(epoch, replication=False)
             if not isinstance(error, RoundAborted):
-                self.link.send("error", epoch=epoch, text=_one_line(error))
+                certain = isinstance(error, P2PStateError) and not isinstance(error, Retryable)
+                self.link.send("error", epoch=epoch, text=_one_line(error), certain=certain)
 
         def on_abort(epoch: int, reason: str) -> None:
             status.fail(RoundAborted(f"round {epoch} was aborted: {reason}"), epoch)
@@ -203,4 +204,5 @@ def current() -> WorkerContext:
 
 
 def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}".replace("\n", " ")[:500]
+    kind = "" if isinstance(error, P2PStateError) else f"{type(error).__name__}: "
+    return f"{kind}{error}".replace("\n", " ")[:500]

@@ -150,6 +150,7 @@ def test_uneven_data_ends_at_one_step_on_all_ranks(tmp_path: Path, fork_server: 
     code, stderr, _ = run_tiny(tmp_path, fork_server, body)
     assert code == 0, stderr
     assert [(tmp_path / f"last-{rank}").read_text() for rank in (0, 1)] == ["10", "10"], stderr
+    assert "the data of rank 0 ended after step 10" in stderr, "rank 0 waited until its vote's time was up"
 
 
 LOOPS = """
