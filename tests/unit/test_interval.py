@@ -9,6 +9,7 @@ import pytest
 from p2pstate.interval import MAX_EVERY, NUM_MEASURED, NUM_VOTES_DOWN, NUM_VOTES_UP, Interval, need
 
 
+@pytest.mark.parametrize("step_s", [1.0, 0.25])
 @pytest.mark.parametrize(
     ("capture_s", "vote_s", "protected_s", "needed"),
     [
@@ -21,10 +22,10 @@ from p2pstate.interval import MAX_EVERY, NUM_MEASURED, NUM_VOTES_DOWN, NUM_VOTES
     ],
 )
 def test_need_is_what_a_version_takes_to_arrive_and_to_be_afforded(
-    capture_s: float, vote_s: float, protected_s: float, needed: float
+    capture_s: float, vote_s: float, protected_s: float, needed: float, step_s: float
 ) -> None:
-    series = [[each] * NUM_MEASURED for each in (capture_s, vote_s, protected_s)]
-    assert need(1.0, *series, max_overhead=0.01) == pytest.approx(needed)
+    series = [[step_s * each] * NUM_MEASURED for each in (capture_s, vote_s, protected_s)]
+    assert need(step_s, *series, max_overhead=0.01) == pytest.approx(needed)
 
 
 def test_need_is_nothing_special_before_enough_was_measured_and_no_outlier_decides() -> None:
@@ -57,7 +58,7 @@ def test_interval_shrinks_after_many_votes_to_the_largest_need_with_slack() -> N
     needs = [2.0] * (NUM_VOTES_DOWN - 1)
     assert after(Interval(8), *needs).every == 8
     assert after(Interval(8), *needs, 3.1) == Interval(4)
-    assert after(Interval(4), *[3.1] * (2 * NUM_VOTES_DOWN)) == Interval(4), "without slack it stays"
+    assert after(Interval(4), *[3.1] * (NUM_VOTES_DOWN + 1)) == Interval(4), "without slack it stays"
 
 
 def test_interval_under_noise_of_a_tenth_settles() -> None:

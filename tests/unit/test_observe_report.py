@@ -126,6 +126,45 @@ def test_hang_is_an_incident_of_its_own_kind() -> None:
     assert find_incidents(sorted(events, key=lambda each: float(each["t"])))[0].cause == "hang"
 
 
+@pytest.mark.parametrize(("sign_at", "cause"), [(3, "other"), (8, "process"), (39, "other")])
+def test_death_long_before_a_round_ends_or_after_it_is_no_sign_of_it(sign_at: float, cause: str) -> None:
+    """The round ends at 38: the death at 3 is too old, and the one at 39 is told too late."""
+    signs = [event(sign_at, "worker_exited", rank=0, pid=1, cause="signal 9")]
+    events = [event(1, "view", round=1, nonce="a"), *signs, event(38, "abort", round=1, reason="rank 1 wants a round")]
+    assert [incident.cause for incident in find_incidents(events)] == [cause]
+
+
+def test_death_explains_one_round_only() -> None:
+    events = [
+        event(1, "view", round=1, nonce="a"),
+        event(2, "worker_exited", rank=0, pid=1, cause="signal 9"),
+        event(3, "abort", round=1, reason="rank 0 died"),
+        event(4, "view", round=2, nonce="a", reason="rank 0 died"),
+        event(5, "worker_started", rank=0, pid=2),
+        recovery(6, "n0", 0, "survivor", 0, 0, {}),
+        step(7, 0, 1),
+        event(8, "abort", round=2, reason="rank 1 wants a round"),
+    ]
+    assert [(incident.cause, incident.nonce) for incident in find_incidents(events)] == [
+        ("process", "a"),
+        ("other", "a"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("round_", "places", "causes"),
+    [(1, ["n0"], []), (2, ["n0", "n1"], ["other"]), (2, ["n0", "n2"], ["node"]), (2, ["n0", "n1", "n2"], ["other"])],
+)
+def test_next_round_is_an_incident_also_where_nobody_was_told_of_the_end_of_the_one_before(
+    round_: int, places: list[str], causes: list[str]
+) -> None:
+    events = [
+        event(1, "view", round=1, nonce="a", places=["n0", "n1"]),
+        event(2, "view", round=round_, nonce="a", places=places, reason="for a reason"),
+    ]
+    assert [incident.cause for incident in find_incidents(events)] == causes
+
+
 def test_worker_that_ends_after_it_finished_is_no_sign() -> None:
     events = [
         event(1, "view", nonce="a"),

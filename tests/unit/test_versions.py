@@ -53,6 +53,11 @@ def test_course_waits_with_giving_up_a_version_until_nothing_of_it_is_on_its_way
     assert under_way().committed(8, V6, alike=False) == under_way().committed(8, V6)
 
 
+@pytest.mark.parametrize("course", [Course(1, kept=V7, captured=V7), Course(1, kept=V7)])
+def test_course_gives_up_no_version_that_was_protected_before(course: Course) -> None:
+    assert course.committed(8, V7, alike=False) == course.committed(8, V7)
+
+
 def test_course_that_captured_is_not_due_until_the_next_commit() -> None:
     assert Course(1, kept=V6, due=True).captures(V7) == under_way()
 
@@ -61,6 +66,7 @@ def test_course_covers_a_step_that_is_or_becomes_a_version_and_no_skipped_one() 
     assert Course(1, kept=V6, due=True).covers(7)
     assert under_way().covers(7)
     assert not under_way().committed(8, V6).covers(8)
+    assert not Course(1, kept=V6).covers(6), "nothing of this round was captured yet"
 
 
 def test_course_with_an_interval_captures_only_at_its_multiples() -> None:
@@ -144,7 +150,7 @@ def test_course_whose_interval_adapts_begins_anew_with_each_round_as_those_do_wh
 )
 def test_version_to_keep(fatal_losses: dict[Version, list[str]], keep: Version) -> None:
     sets = {version: [frozenset(lost) for lost in its] for version, its in fatal_losses.items()}
-    assert version_to_keep(sets) == keep
+    assert version_to_keep(sets) == version_to_keep(dict(reversed(sets.items()))) == keep
 
 
 @pytest.mark.parametrize(
