@@ -143,6 +143,19 @@ class Cluster:
     def running(self) -> list[Node]:
         return [node for node in self.nodes.values() if node.process.poll() is None]
 
+    def wait_end(self, timeout_s: float, *, kills: bool = False) -> None:
+        """Wait until no node runs; ``kills``: what the run executes may kill nodes.
+
+        Raises TimeoutError with the ends of the logs.
+        """
+        until = time.monotonic() + timeout_s
+        while self.running():
+            if time.monotonic() > until:
+                raise TimeoutError(f"the run does not end within {timeout_s:g} s\n{self.log_tails()}")
+            time.sleep(0.02)
+        for node in self.nodes.values():
+            node.killed = node.killed or (kills and node.process.poll() == -signal.SIGKILL)
+
     def dismiss_late(self) -> None:
         """End nodes that came when the run had finished: they wait for somebody who is not there any more."""
         ended = [node for node in self.nodes.values() if node.process.poll() == 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,10 +52,7 @@ def train(
     specs = [part for mishap in mishaps for part in ("--mishap", mishap)]
     script = [*options, SCRIPT, "--out", str(out), "--steps", str(NUM_STEPS), *specs, *args]
     with Cluster(folder / "run", script, num_training=2, num_spares=0, num_workers=2, environ=environ) as cluster:
-        deadline = time.monotonic() + DEADLINE_S
-        while cluster.running():
-            assert time.monotonic() < deadline, f"the run does not end\n{cluster.log_tails()}"
-            time.sleep(0.02)
+        cluster.wait_end(DEADLINE_S)
         assert [left for left in cluster.leftovers() if "/dev/shm" not in left] == []
         found = [out / f"digest-{rank}" for rank in range(4)]
         return Outcome(

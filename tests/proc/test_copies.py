@@ -18,12 +18,9 @@ NUM_STEPS = 10
 DEADLINE_S = 120.0  # only a hang takes this long
 
 
-def end(cluster: Cluster) -> None:
+def end(cluster: Cluster, *, kills: bool = False) -> None:
     """Wait for a clean end."""
-    deadline = time.monotonic() + DEADLINE_S
-    while cluster.running():
-        assert time.monotonic() < deadline, cluster.log_tails()
-        time.sleep(0.02)
+    cluster.wait_end(DEADLINE_S, kills=kills)
     assert set(cluster.exit_codes().values()) == {0}, cluster.log_tails()
     assert cluster.leftovers() == []
 
@@ -52,12 +49,7 @@ def train(folder: Path, kill: str, environ: dict[str, str], spares: int, *settin
     folder.mkdir()
     script = [PARALLEL, "fsdp_uneven", str(folder), str(NUM_STEPS), kill, *settings]
     with Cluster(folder / "run", script, num_training=4, num_spares=spares, num_workers=1, environ=environ) as cluster:
-        deadline = time.monotonic() + DEADLINE_S
-        while cluster.running() and time.monotonic() < deadline:
-            for node in cluster.nodes.values():
-                node.killed = node.killed or node.process.poll() == -9
-            time.sleep(0.02)
-        end(cluster)
+        end(cluster, kills=True)
         return cluster.events.new()
 
 
@@ -134,9 +126,7 @@ def test_ranks_that_ask_for_different_numbers_of_copies_end_the_run_with_both(
     with Cluster(
         tmp_path / "run", [str(script)], num_training=2, num_spares=0, num_workers=1, environ=fork_server
     ) as cluster:
-        deadline = time.monotonic() + DEADLINE_S
-        while cluster.running() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        cluster.wait_end(DEADLINE_S)
         assert set(cluster.exit_codes().values()) == {78}, cluster.log_tails()
         assert "rank 0 asks for copies=1 and rank 1 for copies=2" in cluster.log_tails()
 

@@ -6,12 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from rendezvous_cluster import ROOT
+from waiting import wait_until
 
 from ports import free_ports
 
@@ -69,12 +69,7 @@ class Nodes:
         return (self.folder / f"{name}.log").read_text()
 
     def wait(self, condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
-        until_s = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > until_s:
-                logs = "\n".join(f"--- {name}\n{self.log(name)[-3000:]}" for name in self.running)
-                raise AssertionError(f"{what} did not happen within {timeout_s:g} s\n{logs}")
-            time.sleep(0.05)
+        wait_until(condition, what, timeout_s, [self.folder / f"{name}.log" for name in self.running])
 
     def close(self) -> None:
         for process in self.running.values():

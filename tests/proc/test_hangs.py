@@ -72,9 +72,7 @@ def test_node_that_is_stopped_and_comes_back_is_fenced(tmp_path: Path, fork_serv
         assert wait_for("recovery", rank=lost_rank)["node"] not in places
         for process in [*tree, *map(psutil.Process, workers)]:
             process.send_signal(signal.SIGCONT)
-        deadline = time.monotonic() + DEADLINE_S
-        while cluster.running() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        cluster.wait_end(DEADLINE_S)
         codes = cluster.exit_codes()
         assert codes.pop(victim.name) == 76, cluster.log_tails()
         assert set(codes.values()) == {0}, cluster.log_tails()

@@ -74,9 +74,7 @@ def run(folder: Path, num_mib: int, environ: dict[str, str]) -> tuple[int | None
         limited(512 * MIB),
         Cluster(folder / "run", command, num_training=2, num_spares=0, num_workers=1, environ=environ) as cluster,
     ):
-        deadline = time.monotonic() + DEADLINE_S
-        while cluster.running() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        cluster.wait_end(DEADLINE_S)
         (code,) = set(cluster.exit_codes().values())
         return code, cluster.events.new(), cluster.log_tails()
 

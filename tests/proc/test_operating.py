@@ -50,9 +50,7 @@ def test_status_shows_ranks_and_copies_of_all_nodes_and_stop_ends_them(
 
         code, text = p2prun("stop", "--reason", "tea", *where)
         assert code == 0, text
-        while cluster.running():
-            assert time.monotonic() < deadline, cluster.log_tails()
-            time.sleep(0.05)
+        cluster.wait_end(DEADLINE_S)
         assert set(cluster.exit_codes().values()) == {143}
         assert cluster.leftovers() == []
     assert ": tea" in "".join(path.read_text() for path in folder.glob("agent-*.log"))

@@ -6,7 +6,6 @@ state comes from their buddies. What is left has to be what the same training on
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,7 @@ QUICK = ("hsdp", "fsdp_tp")
 def train(folder: Path, form: str, environ: dict[str, str]) -> list[dict[str, Any]]:
     command = [str(Path(zoo.__file__)), form, str(folder), str(NUM_STEPS), *KILLS]
     with Cluster(folder / "run", command, num_training=2, num_spares=1, num_workers=2, environ=environ) as cluster:
-        deadline = time.monotonic() + DEADLINE_S
-        while cluster.running():
-            assert time.monotonic() < deadline, cluster.log_tails()
-            for node in cluster.nodes.values():
-                node.killed = node.killed or node.process.poll() == -9
-            time.sleep(0.02)
+        cluster.wait_end(DEADLINE_S, kills=True)
         assert set(cluster.exit_codes().values()) == {0}, cluster.log_tails()
         sources = [event["source"] for event in cluster.events.new() if event["event"] == "recovery"]
         assert {"own vault", "buddy"} <= set(sources), sources

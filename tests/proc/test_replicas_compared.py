@@ -5,7 +5,6 @@ One of the jobs has an interval between versions that adapts, and can only becom
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,7 @@ def train(
     """The events of a run that has to end with ``code``."""
     sizes = {"num_training": shape[0], "num_workers": shape[1], "num_spares": spares}
     with Cluster(folder / "run", script, **sizes, environ=environ) as cluster:
-        deadline = time.monotonic() + DEADLINE_S
-        while cluster.running():
-            assert time.monotonic() < deadline, cluster.log_tails()
-            for node in cluster.nodes.values():
-                node.killed = node.killed or node.process.poll() == -9
-            time.sleep(0.02)
+        cluster.wait_end(DEADLINE_S, kills=True)
         assert set(cluster.exit_codes().values()) == {code}, cluster.log_tails()
         return cluster.events.new()
 

@@ -11,12 +11,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
+from waiting import wait_until
 
 from ports import free_ports
 
@@ -131,12 +131,7 @@ class Torchruns:
         return (self.folder / f"{name}.log").read_text()
 
     def wait(self, condition: Callable[[], object], what: str, timeout_s: float = 90.0) -> None:
-        until_s = time.monotonic() + timeout_s
-        while not condition():
-            if time.monotonic() > until_s:
-                logs = "\n".join(f"--- {name}\n{self.log(name)[-4000:]}" for name in self.nodes)
-                raise AssertionError(f"{what} did not happen within {timeout_s:g} s\n{logs}")
-            time.sleep(0.05)
+        wait_until(condition, what, timeout_s, [self.folder / f"{name}.log" for name in self.nodes])
 
     def codes(self, names: str, timeout_s: float = 60.0) -> list[int | None]:
         self.wait(lambda: all(self.nodes[n].poll() is not None for n in names), f"the end of {names}", timeout_s)
