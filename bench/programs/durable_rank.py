@@ -6,6 +6,7 @@ where p2pstate does nothing but forward collectives. What is saved in the backgr
 """
 
 import json
+import os
 import shutil
 import statistics
 import sys
@@ -84,6 +85,7 @@ def main() -> None:
     stall_cpu_s: list[float] = []  # seconds of the processor, of the training thread
     agreeing = stock_gloo_group(DEADLINE_S)
     for number in range(num_rounds + 1):  # the first one makes folders, plans and memory come to exist
+        settle_disk(rank)
         wall, processor = protected_window(state, job)
         if number:
             stall_s.append(added_by_save(wall))
@@ -91,6 +93,7 @@ def main() -> None:
         for name, saver in kinds.items():
             for _ in range(NUM_STEPS_BETWEEN):
                 job.train_step(next(batches))
+            settle_disk(rank)
             began = time.monotonic()
             saver.save()
             stalled = time.monotonic()
@@ -129,6 +132,13 @@ def main() -> None:
     dist.barrier()
     if rank == 0:
         shutil.rmtree(scratch / "others", ignore_errors=True)
+
+
+def settle_disk(rank: int) -> None:
+    """What a save has left to the kernel (torch.save all of it) is on disk before the next kind is measured."""
+    if rank == 0:
+        os.sync()
+    dist.barrier()
 
 
 def protected_window(state: Any, job: Job) -> tuple[dict[int, float], dict[int, float]]:

@@ -4,22 +4,25 @@ In: the slots that one node writes of a version. Out: ``.distcp`` files, on stor
 them; from the tables of all nodes the checkpoint's manifest and, last of all, its ``.metadata``.
 
 Invariants: a slot's bytes match their digest before they are written, and the slot still holds the same version and the
-same bytes afterwards; files are read back for their digests; without ``.metadata`` there is no checkpoint.
+same bytes afterwards; files are read back for their digests; all of them outlive a crash before ``.metadata`` appears,
+without which there is no checkpoint. The disk works from the first megabytes on: slots are checked and files are read
+back meanwhile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.checkpoint.filesystem import FileSystemWriter, _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter, _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -33,7 +36,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import WriteResult
 
 from p2pstate.durable.division import Share
-from p2pstate.durable.files import digest_of_file, publish
+from p2pstate.durable.files import EarlyFile, digest_of_file
 from p2pstate.durable.keys import Path as KeyPath
 from p2pstate.durable.keys import group_path, key_of, path_of, rank_path, values_path, without_rank
 from p2pstate.durable.manifest import MANIFEST, METADATA, Item, Manifest, PartTable, Row, part_table_name
@@ -123,7 +126,9 @@ def write_shares(
     folder = storage.workspace(save)
     items: list[Item] = []
     if pieces:
-        writer = FileSystemWriter(folder, thread_count=max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2)))
+        num_threads = max(1, min(MAX_THREADS, (os.cpu_count() or 1) // 2))
+        writer = FileSystemWriter(folder, thread_count=num_threads, sync_files=False)
+        writer.fs = _Files()
         writer.set_up_storage_writer(is_coordinator=False)
         planner = _Planner(pieces)
         plan = writer.prepare_global_plan([SavePlan([])] * place + [planner.plan])[place]
@@ -139,9 +144,25 @@ def write_shares(
         expected = max(item.position + item.num_bytes for item in items if item.file == name)
         if size != expected:
             raise SaveFailed(f"{storage.where}/{save}/{name} has {size} bytes on storage, {expected} were written")
-    table = part_table_name(place)
-    publish(folder / table, PartTable(node, files, tuple(items), found.own, found.shared, found.tied).pack())
-    return storage.store(save, folder / table, table)[1], sum(size for size, _ in files.values())
+    table = PartTable(node, files, tuple(items), found.own, found.shared, found.tied)
+    return _store_table(storage, save, place, folder, table), sum(size for size, _ in files.values())
+
+
+def _store_table(storage: Storage, save: str, place: int, folder: Path, table: PartTable) -> str:
+    """For the lead alone, while the save is made. Returns its digest."""
+    name = part_table_name(place)
+    source = folder / f"{name}.partial"
+    source.write_bytes(table.pack())
+    return storage.store(save, source, name, lasting=False)[1]
+
+
+class _Files(FileSystem):
+    """How DCP's writer opens the files of tensors."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with io.BufferedWriter(EarlyFile(path)) as stream:
+            yield stream
 
 
 @dataclass(slots=True)
@@ -295,9 +316,13 @@ def publish_checkpoint(
     files[METADATA] = digest_of_file(staging / METADATA)
     all_shared = {members: tuple(rows.values()) for members, rows in shared.items()}
     manifest = Manifest(run, version, world_size, created_at, files, own, all_shared, reason)
-    publish(folder / MANIFEST, manifest.pack())
-    _store_as_is(storage, save, folder / MANIFEST, MANIFEST, digest_of_file(folder / MANIFEST))
+    content = manifest.pack()
+    (staging / MANIFEST).write_bytes(content)
+    expected = len(content), xxhash.xxh3_128_hexdigest(content)
+    _store_as_is(storage, save, staging / MANIFEST, MANIFEST, expected)
+    storage.settle(save)
     _store_as_is(storage, save, staging / METADATA, METADATA, files[METADATA])  # from here on it is a checkpoint
+    storage.settle(save)
     shutil.rmtree(staging, ignore_errors=True)
     for place in digests:
         storage.discard(save, part_table_name(place))
@@ -313,7 +338,7 @@ class _MetadataWriter(FileSystemWriter):
     """Writes ``.metadata`` to a place from which it is published in one step."""
 
     def __init__(self, staging: Path, checkpoint_id: str) -> None:
-        super().__init__(staging)
+        super().__init__(staging, sync_files=False)  # synced when it is stored
         self._checkpoint_id = checkpoint_id
 
     def storage_meta(self) -> StorageMeta:

@@ -1,33 +1,42 @@
-"""Files that are whole or absent, on storage that may fail at any moment.
+"""Local files on their way to the disk.
 
-In: bytes, paths. Out: files that were synced before they got their name; digests of files. Invariant: what
-:func:`publish` returned for is on disk with its directory entry, and a reader never sees half of it.
+In: bytes, paths. Out: files whose bytes the disk takes while the next ones are made; digests of files, which are synced
+on request. Entries of directories are synced separately, by :func:`sync_directory`.
 """
 
 from __future__ import annotations
 
+import ctypes
 import io
 import os
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import xxhash
 
-__all__ = ["digest_of", "digest_of_file", "publish", "sync_directory"]
+__all__ = ["EarlyFile", "digest_of", "digest_of_file", "sync_directory"]
 
 _BLOCK_BYTES = 4 << 20
-_PARTIAL = ".partial"
+_SYNC_FILE_RANGE_WRITE = 2
+_libc = ctypes.CDLL(None)
 
 
-def publish(path: Path, content: bytes) -> None:
-    """Write a file in one step: under another name first, synced, then renamed. Raises OSError."""
-    partial = path.with_name(path.name + _PARTIAL)
-    with open(partial, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    sync_directory(path.parent)
+class EarlyFile(io.FileIO):
+    """A new file: the disk begins with what was written while more is being written. To have it there, sync it."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(os.fspath(path), "w")
+        self._written = self._begun = 0
+
+    def write(self, data: Any) -> int:
+        num_bytes = super().write(data)
+        self._written += num_bytes
+        if self._written - self._begun >= _BLOCK_BYTES:
+            # File systems without it begin when the file is synced.
+            fields = ctypes.c_int64(self._begun), ctypes.c_int64(self._written - self._begun)
+            _libc.sync_file_range(self.fileno(), *fields, _SYNC_FILE_RANGE_WRITE)
+            self._begun = self._written
+        return num_bytes
 
 
 def sync_directory(path: Path) -> None:
@@ -50,7 +59,10 @@ def digest_of(file: BinaryIO | io.RawIOBase) -> tuple[int, str]:
     return num_bytes, state.hexdigest()
 
 
-def digest_of_file(path: Path) -> tuple[int, str]:
-    """Of a whole local file. Raises OSError."""
+def digest_of_file(path: Path, *, sync: bool = False) -> tuple[int, str]:
+    """Of a whole local file. ``sync``: its bytes are on disk, too, when this returns. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
-        return digest_of(file)
+        found = digest_of(file)
+        if sync:
+            os.fsync(file.fileno())
+        return found

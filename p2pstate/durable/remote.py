@@ -102,7 +102,7 @@ class RemoteStorage:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def store(self, save: str, source: Path, name: str) -> tuple[int, str]:
+    def store(self, save: str, source: Path, name: str, *, lasting: bool = True) -> tuple[int, str]:
         """A file that is half there after a crash has no place in any checkpoint: its size or its digest is wrong."""
         staged = self._stage / save / name
         if source != staged:
@@ -114,6 +114,9 @@ class RemoteStorage:
         if found != digest_of_file(staged):
             raise OSError(f"{self._url}/{save}/{name} reads differently from what was uploaded")
         return found
+
+    def settle(self, save: str) -> None:
+        """What storage has answered for is there."""
 
     def discard(self, save: str, name: str) -> None:
         (self._stage / save / name).unlink(missing_ok=True)

@@ -4,7 +4,8 @@ In: names, files that were made in a local folder (the *workspace* of a save). O
 absent, and their bytes again. What is on other than local file systems is in remote.py. Calls raise OSError when
 storage fails, whatever the reason; they may take as long as storage takes.
 
-Invariants: a file that :meth:`Storage.store` returned for was read back from storage; a save is deleted marker first.
+Invariants: a file that :meth:`Storage.store` returned for was read back from storage, and its bytes outlive a crash; so
+does its name after :meth:`Storage.settle`. A save is deleted marker first.
 """
 
 from __future__ import annotations
@@ -24,20 +25,24 @@ __all__ = ["Directory", "Storage"]
 
 
 class Storage(Protocol):
-    """Four things to write with, three to read with, and one to delete."""
+    """Five things to write with, four to read with, and one to delete."""
 
     @property
     def where(self) -> str:
         """For people, and what this storage can be opened by again."""
 
     def begin(self, save: str) -> None:
-        """Make room for a new save."""
+        """Make room for a new save, which outlives a crash."""
 
     def workspace(self, save: str) -> Path:
         """The local folder in which this node makes its files of a save; those of other saves may be removed."""
 
-    def store(self, save: str, source: Path, name: str) -> tuple[int, str]:
-        """Put a finished file of the workspace on storage; (bytes, digest) of what is read back from there."""
+    def store(self, save: str, source: Path, name: str, *, lasting: bool = True) -> tuple[int, str]:
+        """Put a finished file of the workspace on storage, in one step; (bytes, digest) of what is read back from
+        there. Not ``lasting``: it need not outlive a crash."""
+
+    def settle(self, save: str) -> None:
+        """From here on the names of all files of a save, on whichever node they were stored, outlive a crash."""
 
     def discard(self, save: str, name: str) -> None:
         """Remove a file that is not needed any more, if there is one."""
@@ -71,17 +76,20 @@ class Directory:
     def begin(self, save: str) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
         (self.root / save).mkdir()
+        sync_directory(self.root)
 
     def workspace(self, save: str) -> Path:
         return self.root / save
 
-    def store(self, save: str, source: Path, name: str) -> tuple[int, str]:
+    def store(self, save: str, source: Path, name: str, *, lasting: bool = True) -> tuple[int, str]:
+        found = digest_of_file(source, sync=lasting)
         target = self.root / save / name
         if source != target:
             os.replace(source, target)
-            sync_directory(target.parent)
-            sync_directory(self.root)
-        return digest_of_file(target)
+        return found
+
+    def settle(self, save: str) -> None:
+        sync_directory(self.root / save)
 
     def discard(self, save: str, name: str) -> None:
         (self.root / save / name).unlink(missing_ok=True)

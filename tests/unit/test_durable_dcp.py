@@ -188,3 +188,32 @@ def test_flipped_bit_on_disk_is_found_and_named(name: str, tmp_path: Path) -> No
     assert found.problem == ""
     (problem,) = damaged_files(found)
     assert problem.startswith(f"{name} is damaged")
+
+
+def test_marker_appears_once_everything_outlives_a_crash(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file is synced after its last byte, a name after its file, and the marker's name comes after all others."""
+    site, root = Site(), tmp_path / "000001-step10"
+    synced: list[str] = []
+    stock_sync, stock_replace = os.fsync, os.replace
+
+    def fsync(fd: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+        synced.append(f"{path.name} {path.stat().st_size if path.is_file() else ''}".strip())
+        stock_sync(fd)
+
+    def replace(source: Path, target: Path) -> None:
+        if target.name == METADATA:
+            synced.append("marker")
+        stock_replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    site.save(root, site.capture(10))
+
+    before, after = synced[: synced.index("marker")], synced[synced.index("marker") + 1 :]
+    files = {f"{path.name} {path.stat().st_size}" for path in root.iterdir()}
+    assert len(files) >= 4, "of each node, manifest and marker"
+    assert files <= set(before)
+    data = [before.index(name) for name in files if not name.startswith(METADATA)]
+    assert before.index(root.name) > max(data), "their names, once they are what they are"
+    assert after == [root.name]

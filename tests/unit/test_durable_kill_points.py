@@ -50,7 +50,7 @@ UPLOADS = {"before an upload": (ObjectStore, "put_file", die)}
 POINTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "before write": (dcp_write.FileSystemWriter, "write_data", die),
     "mid-file": (filesystem, "_write_item", second_call(filesystem._write_item)),
-    "after write, before its table": (dcp_write, "publish", die),
+    "after write, before its table": (dcp_write, "_store_table", die),
     "after all wrote": (writer, "publish_checkpoint", die),
     "before the marker": (dcp_write, "_store_as_is", before(METADATA, dcp_write._store_as_is)),
     "between marker and retention": (writer, "to_delete", die),
@@ -77,7 +77,7 @@ def save(site: Site, root: str, version: Version, patch: pytest.MonkeyPatch, poi
     shares = divide_version(HOME, records)
     assert not isinstance(shares, str)
     own = writer._Writer()
-    name = own.begin(serial=0, where=[root, ""], step=version.step)["name"]
+    name = own.begin(serial=0, where=[root, ""], step=version.step, failed=[])["name"]
     read_end, write_end = os.pipe()
 
     def step(at: int, work: Callable[[], Any]) -> bool:
@@ -154,3 +154,14 @@ def check_kill(point: str, place: int, root: str, monkeypatch: pytest.MonkeyPatc
     assert damaged_files(left) == []
     reader = Reader(left)
     assert torch.equal(reader.read({"w": reader.whole("model.w")})["w"], matrix(30))
+
+
+def test_what_failed_saves_have_left_goes_before_the_next_begins(tmp_path: Path) -> None:
+    site, root = Site(), str(tmp_path)
+    own = writer._Writer()
+    good, torn, gone = (own.begin(serial=0, where=[root, ""], step=step, failed=[])["name"] for step in (10, 20, 30))
+    site.save(tmp_path / good, site.capture(10))
+    site.write(tmp_path / torn, site.capture(20))
+    (tmp_path / gone).rmdir()
+    name = own.begin(serial=1, where=[root, ""], step=40, failed=[good, torn, gone])["name"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [good, name], "a complete one is none that failed"
