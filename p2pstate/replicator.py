@@ -341,7 +341,7 @@ def _policy(
             f"checkpoint={where!r}: give a URL as a string; a path has one slash less, and is another place"
         )
     return CheckpointPolicy(
-        path=place if is_url(place) else os.path.abspath(local_path(place)),
+        path=place if is_url(place) or not place else os.path.abspath(local_path(place)),
         every_steps=None if isinstance(every, timedelta) else every,
         every_s=every.total_seconds() if isinstance(every, timedelta) else None,
         keep=keep,

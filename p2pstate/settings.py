@@ -32,12 +32,14 @@ class CheckpointPolicy:
     stage: str = ""
 
     def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError(f"checkpoint_keep={self.keep}: keep 1 or more")
+        if not self.path:
+            raise ValueError("checkpoint='': name a directory or a URL, or leave checkpoint= out")
+        if type(self.keep) is not int or self.keep < 1:
+            raise ValueError(f"checkpoint_keep={self.keep!r}: keep 1 or more")
         if self.every_s is not None and self.every_s <= 0:
             raise ValueError(f"checkpoint_every={self.every_s} s: give a time above 0")
-        if self.every_steps is not None and self.every_steps < 1:
-            raise ValueError(f"checkpoint_every={self.every_steps}: give 1 or more steps, or a timedelta")
+        if self.every_steps is not None and (type(self.every_steps) is not int or self.every_steps < 1):
+            raise ValueError(f"checkpoint_every={self.every_steps!r}: give 1 or more steps, or a timedelta")
         if self.path.startswith("memory://"):
             raise ValueError(
                 f"checkpoint={self.path!r} is memory of the one process that writes, and ends with it: give storage "

@@ -20,6 +20,8 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from p2pstate.durable.catalog import Found
+from p2pstate.durable.files import digest_of
+from p2pstate.durable.manifest import METADATA, Damaged
 
 __all__ = ["Reader", "Wanted"]
 
@@ -34,9 +36,14 @@ class Wanted:
 
 
 class Reader:
-    """One checkpoint. Raises OSError when it cannot be read."""
+    """One checkpoint. Raises OSError when it cannot be read, Damaged when its ``.metadata`` is not what was written."""
 
     def __init__(self, found: Found) -> None:
+        assert found.manifest is not None
+        with found.open(METADATA) as file:  # a pickle: nothing is believed before its digest is the manifest's
+            if digest_of(file) != found.manifest.files[METADATA]:
+                raise Damaged(f"{found.name}: {METADATA} is damaged: its digest is not that of what was written")
+        self._name = found.name
         self._reader = FileSystemReader(found.name)
         self._reader.fs = _Files(found)
         self._metadata: Metadata = self._reader.read_metadata()
@@ -53,7 +60,8 @@ class Reader:
         return Wanted(key, (0,) * len(size), tuple(size))
 
     def read(self, wanted: Mapping[str, Wanted]) -> dict[str, torch.Tensor]:
-        """By the caller's names. Raises KeyError for an unknown key, ValueError for parts that are not all there."""
+        """By the caller's names. Raises KeyError for an unknown key, ValueError for parts that are not all there,
+        Damaged for what is no tensor."""
         planner = _Planner()
         found: dict[str, torch.Tensor] = {}
         items: list[ReadItem] = []
@@ -70,7 +78,12 @@ class Reader:
             items += parts
         stored = self._metadata.storage_data
         items.sort(key=lambda item: stored[item.storage_index].offset)  # each file from its begin to its end
-        self._reader.read_data(LoadPlan(items), planner).wait()
+        try:
+            self._reader.read_data(LoadPlan(items), planner).wait()
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # whatever torch.load makes of other bytes than those that were written
+            raise Damaged(f"{self._name} is damaged: verify it to see which files ({type(error).__name__})") from error
         return found
 
     def _entry(self, key: str) -> TensorStorageMetadata:

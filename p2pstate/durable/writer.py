@@ -10,6 +10,7 @@ this process and starts another.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -21,6 +22,7 @@ import torch
 from p2pstate.durable.catalog import delete, list_checkpoints, next_name, to_delete, written_by_others
 from p2pstate.durable.dcp_write import SaveFailed, publish_checkpoint, write_shares
 from p2pstate.durable.division import Share
+from p2pstate.durable.manifest import METADATA
 from p2pstate.durable.remote import open_storage
 from p2pstate.durable.storage import Storage
 from p2pstate.slots import Slot
@@ -36,6 +38,7 @@ NICE = 5  # training has the processor first
 def writer_main(sock: socket.socket) -> int:
     """Serve until the agent's end of the channel closes."""
     os.nice(NICE)
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # it takes none away from training when storage answers
     torch.set_num_threads(1)
     torch.serialization.set_crc32_options(False)  # every file has a better digest of its own
     channel = Channel(sock, blocking=True)
@@ -73,8 +76,13 @@ class _Writer:
             self._opened = where, open_storage(place, stage)
         return self._opened[1]
 
-    def begin(self, *, serial: int, where: list[str], step: int) -> dict[str, Any]:
+    def begin(self, *, serial: int, where: list[str], step: int, failed: list[str]) -> dict[str, Any]:
+        """``failed``: saves of this run that did not come to their end; the room that they take may be all there is."""
         storage = self._storage(where)
+        for each in failed:
+            with contextlib.suppress(OSError):
+                if METADATA not in storage.sizes(each):
+                    storage.delete(each, METADATA)
         name = next_name(storage, step)
         storage.begin(name)
         return {"name": name}

@@ -62,6 +62,18 @@ def test_show_tells_tensors_and_what_ranks_have_for_themselves(root: Path, capsy
     assert "  p2pstate.rank2.model.norm.mean  float32 [2]" in out
 
 
+@pytest.mark.parametrize("name", [METADATA, "__0_0.distcp"])
+def test_show_of_a_damaged_checkpoint_says_so_in_one_sentence(
+    name: str, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = root / "000002-step20" / name
+    file.write_bytes(bytes(file.stat().st_size))
+    assert main(["checkpoints", str(root), "show"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "000002-step20" in line
+    assert "damaged" in line
+
+
 def test_delete_removes_what_is_named_but_never_the_last_good_one(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

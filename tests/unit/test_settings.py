@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -39,6 +40,23 @@ def test_settings_without_a_meaning_are_refused(arguments: dict[str, Any], sente
 def test_checkpoints_in_the_memory_of_one_process_are_refused() -> None:
     with pytest.raises(ValueError, match="ends with it: give storage that all nodes share"):
         CheckpointPolicy("memory://ck", 1, None, 1)
+
+
+@pytest.mark.parametrize(
+    ("policy", "sentence"),
+    [
+        (("", 10, None, 2), "checkpoint=''"),
+        (("ck", 10, None, 0), "checkpoint_keep=0"),
+        (("ck", 10, None, 1.5), "checkpoint_keep=1.5"),
+        (("ck", 0, None, 2), "checkpoint_every=0"),
+        (("ck", 1.5, None, 2), "checkpoint_every=1.5"),
+        (("ck", True, None, 2), "checkpoint_every=True"),
+        (("ck", None, -1.0, 2), "checkpoint_every=-1.0 s"),
+    ],
+)
+def test_checkpoint_policy_refuses_what_has_no_meaning(policy: tuple[Any, ...], sentence: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        CheckpointPolicy(*policy)
 
 
 def test_ranks_with_the_same_settings_agree() -> None:
