@@ -96,13 +96,17 @@ def test_closed_farewell_has_given_everything_back(farewell: Farewell) -> None:
 
 def test_signal_to_a_forked_child_ends_the_child_alone(farewell: Farewell) -> None:
     farewell.listen()
+    read_end, write_end = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
+            os.write(write_end, b"x")
             time.sleep(WITHIN_S)
         finally:
             os._exit(1)
-    time.sleep(0.1)
+    assert os.read(read_end, 1) == b"x"
+    os.close(read_end)
+    os.close(write_end)
     os.kill(pid, signal.SIGTERM)
     _, status = os.waitpid(pid, 0)
     assert os.WIFSIGNALED(status)

@@ -1,7 +1,7 @@
 """groups/nccl.py and what the groups make of it, on a machine without a card: the calls, their order, their threads.
 
-What fake_cards.py has stands for torch's CUDA and NCCL bindings, whose names are checked against this torch's own stubs; the
-real ones are used by tests/gpu.
+What fake_cards.py has stands for torch's CUDA and NCCL bindings, whose names are checked against this torch's own
+stubs; the real ones are used by tests/gpu.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from p2pstate.plan_recovery import Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
+from p2pstate.plan_recovery import NUM_WARM_STEPS, Lineage, Plan, RankReport, StartOver, StateLost, plan_recovery
 from p2pstate.types import Part, RoundInfo, SlotRecord, Start, Version, Worker
 
 INFO = RoundInfo(
@@ -149,6 +149,7 @@ def test_plan_for_survivors_that_are_not_warm_restarts_all_from_memory() -> None
     assert isinstance(decision, StartOver)
     assert decision.start == Start.RESTART
     assert "resume from memory at step 1" in decision.reason
+    assert isinstance(plan_recovery(INFO, reports(committed=1, warm=NUM_WARM_STEPS), everywhere(version)), Plan)
 
 
 def test_plan_at_the_initial_state_starts_anew_whatever_was_committed() -> None:
