@@ -200,6 +200,7 @@ Layout, from the top down (a file imports only what stands above it):
     data/worker.py
     data/pool.py
     data/positions.py
+    data/replayed.py
     data/engines.py
     data/device.py
     data/loader_stats.py

@@ -14,7 +14,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from p2pstate.data.fetching import Begin, End, More
@@ -199,6 +199,10 @@ class Streams:
     workers: tuple[Stream, ...]
 
 
+def _stream_of(state: dict[str, Any]) -> Stream:
+    return Stream(state["samples"], state["state"], state["ended"])
+
+
 class IterableEngine:
     """``depth``: batches per worker that are asked for ahead."""
 
@@ -208,7 +212,7 @@ class IterableEngine:
         self._queue: deque[_Item] = deque()  # in the order of delivery; a worker's Begin before its first More
         self._next_turn = 0
         self._begun = False
-        self.position = self._epoch_start(0)
+        self.position = self._start = Streams(0, 0, (Stream(),) * num_workers)
 
     @property
     def worker_pids(self) -> list[int]:
@@ -218,7 +222,9 @@ class IterableEngine:
         while True:
             self.fill()
             if not self._queue:
-                self.seek(self._epoch_start(self.position.epoch + 1))
+                left = tuple(Stream(state=stream.state) for stream in self.position.workers)
+                self._start = Streams(self.position.epoch + 1, 0, left)
+                self.seek(self._start)
                 return None
             item = self._queue[0]
             assert self._pool is not None
@@ -234,11 +240,11 @@ class IterableEngine:
                 self._tell_replay(done.state, time.monotonic() - began)
                 continue
             streams = list(self.position.workers)
-            ended = isinstance(done.value, End)
-            streams[item.worker] = Stream(done.state["samples"], done.state["state"], ended)
-            turn = item.worker if ended else (item.worker + 1) % self._num_workers
-            self.position = Streams(self.position.epoch, turn, tuple(streams))
-            if not ended:
+            if streams[item.worker].ended:
+                continue  # asked before that was known
+            streams[item.worker] = _stream_of(done.state)
+            self.position = Streams(self.position.epoch, (item.worker + 1) % self._num_workers, tuple(streams))
+            if not isinstance(done.value, End):
                 return Delivery(item.serial, done.value, packed, done.counters, item.worker)
 
     def fill(self) -> None:
@@ -265,7 +271,7 @@ class IterableEngine:
 
     def next_epoch(self, *, abandoned: bool) -> None:
         if abandoned:
-            self.seek(self._epoch_start(self.position.epoch))
+            self.seek(self._start_of(self.position.epoch))
 
     def seek(self, position: Streams) -> None:
         if same_position(position, self.position):
@@ -286,7 +292,7 @@ class IterableEngine:
                 f"the saved position is one of {len(workers)} workers, each of which iterates a part of its own; this "
                 f"loader has {self._num_workers}: give it num_workers={len(workers)}"
             )
-        streams = tuple(Stream(each["samples"], each["state"], each["ended"]) for each in workers)
+        streams = tuple(map(_stream_of, workers))
         return Streams(state["epoch"], state["turn"], streams)
 
     def close(self) -> None:
@@ -302,15 +308,15 @@ class IterableEngine:
         if self._pool is not None:
             self._pool.cancel()
 
-    def _epoch_start(self, epoch: int) -> Streams:
-        return Streams(epoch, 0, (Stream(),) * self._num_workers)
+    def _start_of(self, epoch: int) -> Streams:
+        return self._start if self._start.epoch == epoch else Streams(epoch, 0, (Stream(),) * self._num_workers)
 
     def _ask(self, worker: int, task: Begin | More) -> None:
         assert self._pool is not None
         self._queue.append(_Item(self._pool.submit(worker, task), worker, task))
 
     def _begin_of(self, stream: Stream) -> Begin:
-        return Begin(self.position.epoch, stream.num_samples, stream.state)
+        return Begin(self.position.epoch, stream.num_samples, stream.state, stream.ended)
 
     def _resume(self, worker: int) -> list[Begin]:
         """For the replacement of a worker: begin behind the last batch that the lost one has answered."""
@@ -322,7 +328,7 @@ class IterableEngine:
             if reply is None:  # not answered: it will be asked again, a Begin too
                 return [] if isinstance(item.task, Begin) else [self._begin_of(stream)]
             if isinstance(reply, Done) and isinstance(item.task, More):
-                stream = replace(stream, num_samples=reply.state["samples"], state=reply.state["state"])
+                stream = _stream_of(reply.state)
         return [self._begin_of(stream)]
 
     def _tell_replay(self, num_samples: int, seconds: float) -> None:

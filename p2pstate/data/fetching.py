@@ -44,11 +44,13 @@ class Read:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Iterate an iterable data set: from ``state``, or from its beginning, leaving out ``num_samples``."""
+    """Iterate an iterable data set: from ``state``, or from its beginning, leaving out ``num_samples``. With no samples
+    delivered, ``state`` is what the epoch before has left."""
 
     epoch: int
     num_samples: int = 0  # that were delivered before
     state: Any = None
+    ended: bool = False  # there is nothing left in this epoch
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,13 +128,15 @@ class Fetcher:
 
 
 class IterableFetcher:
-    """Of an iterable data set. The state behind a batch is that of the iterator, or of the data set, if one has it."""
+    """Of an iterable data set. The state behind a batch is that of the data set, or of its iterator, if one has it."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
         self._draws = getattr(spec.dataset, "draws_random", True)
         self._iterator: Iterator[Any] | None = None
         self._epoch = self._num_samples = 0
+        self._ended = self._is_carried = False
+        self._initial = self._state() if self._of_dataset else None
 
     def announce(self, task: Begin | More) -> None:
         """Nothing can be known before it comes."""
@@ -145,43 +149,70 @@ class IterableFetcher:
         spec = self._spec
         size = spec.batch_size if spec.in_batches else 1
         samples = list(itertools.islice(self._samples(), size))
-        state = {"samples": self._num_samples, "state": self._state()}
+        state = {"samples": self._num_samples, "state": self._state(), "ended": self._ended}
         if not samples or (spec.drop_last and len(samples) < size):
             return End(), state
         with _named(f"the batch behind sample {self._num_samples} (in collate_fn)"):
             return spec.collate_fn(samples if spec.in_batches else samples[0]), state
 
+    @property
+    def _of_dataset(self) -> bool:
+        """Whether the state is that of the data set itself."""
+        return hasattr(self._spec.dataset, "load_state_dict") and hasattr(self._spec.dataset, "state_dict")
+
     def _begin(self, task: Begin) -> int:
-        self._epoch, self._num_samples = task.epoch, 0
+        is_fresh, is_amid = self._iterator is None, self._iterator is not None and not self._ended
+        self._epoch, self._num_samples, self._ended, self._is_carried = task.epoch, 0, task.ended, False
+        if task.ended:
+            self._iterator, self._num_samples = iter(()), task.num_samples
+            return 0
         dataset: Any = self._spec.dataset
         self._seed()
         with _named("the beginning of an iterable data set"):
+            if task.num_samples == 0 and self._of_dataset:
+                state = task.state if task.state is not None else self._initial
+                if state is not None and (is_amid or (is_fresh and task.state is not None)):
+                    dataset.load_state_dict(copy.deepcopy(state))
+                    self._is_carried = True
             if hasattr(dataset, "set_epoch"):
                 dataset.set_epoch(task.epoch)
-            of_dataset = hasattr(dataset, "load_state_dict")
-            if task.state is not None and of_dataset:
+            goes_on = task.state is not None and task.num_samples > 0
+            if goes_on and self._of_dataset:
                 dataset.load_state_dict(task.state)
             iterator: Any = iter(dataset)
-            if task.state is not None and not of_dataset:
+            if goes_on and not self._of_dataset:
                 iterator.load_state_dict(task.state)
         self._iterator = iterator
-        if task.state is not None:
+        if goes_on:
             self._num_samples = task.num_samples
             return 0
         return sum(1 for _ in itertools.islice(self._samples(), task.num_samples))
 
     def _samples(self) -> Iterator[Any]:
         """The samples from here on, each with streams of its own."""
-        assert self._iterator is not None
-        while True:
+        while not self._ended:
+            assert self._iterator is not None
             self._seed()
             with _named(f"sample {self._num_samples} of an iterable data set"):
                 try:
                     sample = next(self._iterator)
                 except StopIteration:
-                    return
+                    self._ended = not self._begins_anew()
+                    continue
             self._num_samples += 1
             yield sample
+
+    def _begins_anew(self) -> bool:
+        """To some data sets the state that an epoch's end has left means: nothing is left."""
+        if not self._is_carried or self._num_samples or self._initial is None:
+            return False
+        self._is_carried = False
+        dataset: Any = self._spec.dataset
+        dataset.load_state_dict(copy.deepcopy(self._initial))
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(self._epoch)
+        self._iterator = iter(dataset)
+        return True
 
     def _seed(self) -> None:
         if self._draws:

@@ -30,7 +30,8 @@ from p2pstate.data.fetching import Spec
 from p2pstate.data.loader_stats import LoaderStats, Meter
 from p2pstate.data.order import Shuffled
 from p2pstate.data.pool import InProcess, Packed, Pool
-from p2pstate.data.positions import Replayed, Sampled, Source
+from p2pstate.data.positions import Sampled, Source
+from p2pstate.data.replayed import Replayed
 from p2pstate.data.sampler import Sampler
 from p2pstate.data.worker import Done
 
@@ -225,7 +226,9 @@ class Loader(torch.utils.data.DataLoader[Any]):
         if _iterable(self.dataset):
             return IterableEngine(max(1, self.num_workers), self._make_pool, depth if self.num_workers else 1)
         own = own or (self.batch_sampler if isinstance(self.batch_sampler, Sampler) else None)
-        source: Source = Sampled(own) if own is not None else Replayed(self._index_sampler)
+        source: Source = (
+            Sampled(own) if own is not None else Replayed(self._index_sampler, sets_epochs=self._epochs is not None)
+        )
         return MapEngine(source, self._make_pool, max(1, depth * self.num_workers), self._epochs)
 
     def _make_pool(self) -> Pool | InProcess:
@@ -304,7 +307,12 @@ class Loader(torch.utils.data.DataLoader[Any]):
     def _keep(self, before: Any, delivery: Delivery) -> None:
         packed = delivery.packed
         if packed is None:
-            descriptor = memfd.pack(Done(delivery.value, None, {}))
+            try:
+                descriptor = memfd.pack(Done(delivery.value, None, {}))
+            except Exception as error:  # generators, open files: whatever the data set gives is for one delivery
+                logger.info("a batch cannot be kept for a second delivery (%s): it is read again for one", error)
+                self._drop_kept()
+                return
             packed = Packed(descriptor, memfd.size_of(descriptor))
         kept = self._kept
         kept.append(_Kept(before, self._position, packed, self._marked))

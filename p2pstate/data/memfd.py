@@ -26,24 +26,61 @@ from numpy.typing import NDArray
 __all__ = ["from_bytes", "pack", "size_of", "to_bytes", "unpack"]
 
 _ALIGNMENT = 64
+_PROTOCOL = 5  # the first with buffers beside the pickled part
 _HEADER = struct.Struct("<QQ")  # bytes of the pickled part, number of buffers
 _ENTRY = struct.Struct("<QQ")  # where a buffer begins, its bytes
 _MIN_BUFFER_BYTES = 256  # smaller tensors are cheaper within the pickled part
 
 
 class _Pickler(ForkingPickler):
+    """By value. What torch has registered for other processes gives the memory away once, and only while its first
+    owner lives."""
+
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is torch.Tensor and value.device.type == "cpu" and value.layout is torch.strided:
-            plain = value.detach().resolve_conj().resolve_neg()
-            raw = plain.contiguous().flatten().view(torch.uint8).numpy()
-            return _tensor, (raw, value.dtype, tuple(value.shape), value.requires_grad)
+        if isinstance(value, torch.Tensor):
+            if type(value) is not torch.Tensor or value.layout is not torch.strided or value.is_nested:
+                return value.__reduce_ex__(_PROTOCOL)
+            if value.device.type == "cpu":
+                return _by_value(value.detach().resolve_conj().resolve_neg(), value.requires_grad)
+            return value.__reduce_ex__(_PROTOCOL)
+        if isinstance(value, torch.TypedStorage):
+            return value.__reduce__()
+        if isinstance(value, torch.UntypedStorage) and value.device.type == "cpu":
+            return _storage, (torch.empty(0, dtype=torch.uint8).set_(value),)
         return NotImplemented
 
 
-def _tensor(raw: NDArray[np.uint8], dtype: torch.dtype, shape: tuple[int, ...], requires_grad: bool) -> torch.Tensor:
+def _by_value(plain: torch.Tensor, requires_grad: bool) -> Any:
+    """The strides of a tensor without gaps stay as they are: a batch in channels_last is one when it arrives."""
+    shape, strides = tuple(plain.shape), None
+    if not plain.is_contiguous():
+        for dim, stride in enumerate(plain.stride()):
+            if stride == 0:  # expanded: one of its equal parts is enough
+                plain = plain.narrow(dim, 0, 1)
+        dims = range(plain.dim())
+        order = sorted(dims, key=plain.stride, reverse=True)
+        plain = plain.permute(order).contiguous()
+        there = [order.index(dim) for dim in dims]
+        strides = tuple(plain.stride(there[dim]) if plain.shape[there[dim]] == shape[dim] else 0 for dim in dims)
+    raw = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).numpy()  # flat, whatever its strides say
+    return _tensor, (raw, plain.dtype, shape, strides, requires_grad)
+
+
+def _tensor(
+    raw: NDArray[np.uint8],
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    strides: tuple[int, ...] | None,
+    requires_grad: bool,
+) -> torch.Tensor:
     if not raw.flags.writeable:
         raw = raw.copy()
-    return torch.from_numpy(raw).view(dtype).view(shape).requires_grad_(requires_grad)
+    flat = torch.from_numpy(raw).view(dtype)
+    return (flat.view(shape) if strides is None else flat.as_strided(shape, strides)).requires_grad_(requires_grad)
+
+
+def _storage(flat: torch.Tensor) -> torch.UntypedStorage:
+    return flat.untyped_storage()
 
 
 def pack(value: Any) -> int:
@@ -58,7 +95,7 @@ def pack(value: Any) -> int:
         return False
 
     stream = io.BytesIO()
-    _Pickler(stream, 5, True, take).dump(value)
+    _Pickler(stream, _PROTOCOL, True, take).dump(value)
     pickled = stream.getbuffer()
     at = _HEADER.size + _ENTRY.size * len(buffers) + len(pickled)
     places = []
@@ -93,7 +130,7 @@ def unpack(descriptor: int) -> Any:
 def to_bytes(value: Any) -> bytes:
     """A small object on its own, without memory for it."""
     stream = io.BytesIO()
-    _Pickler(stream, 5).dump(value)
+    _Pickler(stream, _PROTOCOL).dump(value)
     return stream.getvalue()
 
 

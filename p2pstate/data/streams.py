@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 
 from p2pstate.data.permutation import hash_words
 
-__all__ = ["kept", "seed_streams"]
+__all__ = ["current", "kept", "restore", "seed_streams"]
 
 
 def seed_streams(label: str, *numbers: int) -> None:
@@ -28,13 +29,23 @@ def seed_streams(label: str, *numbers: int) -> None:
     torch.default_generator.manual_seed(word)  # torch.manual_seed would look for devices each time
 
 
+def current() -> dict[str, Any]:
+    """The three streams as they are."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(legacy=False), "torch": torch.get_rng_state()}
+
+
+def restore(streams: Mapping[str, Any]) -> None:
+    """Put them where ``current`` found them."""
+    random.setstate(streams["python"])
+    np.random.set_state(streams["numpy"])
+    torch.set_rng_state(streams["torch"])
+
+
 @contextlib.contextmanager
 def kept() -> Iterator[None]:
     """Put the streams back as they are now when the block ends."""
-    python, numpy, pytorch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    streams = current()
     try:
         yield
     finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(pytorch)
+        restore(streams)

@@ -74,6 +74,28 @@ class CountingWithState(IterableDataset[Any]):
         self.done, self.resumed = state["done"], True
 
 
+class CountingByEpochs(CountingWithState):
+    """Counts its epochs itself, in an order of each; the end of one leaves it at the beginning of the next."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__(num_samples)
+        self.rounds = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        info = get_worker_info()
+        first, step = (info.id, info.num_workers) if info is not None else (0, 1)
+        while (number := first + self.done * step) < self.num_samples:
+            self.done += 1
+            yield (number + self.rounds * step) % self.num_samples, self.rounds
+        self.done, self.rounds = 0, self.rounds + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"done": self.done, "rounds": self.rounds}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done, self.rounds = state["done"], state["rounds"]
+
+
 def plain(batch: Any) -> Any:
     """Tensors as lists, so that batches can be compared bit for bit."""
     if isinstance(batch, torch.Tensor):
