@@ -249,8 +249,8 @@ class Agent:
             self.events.emit(f"member_{change.kind.value}", member=name, reason=change.reason)
 
     def on_message(self, sender: MemberKey, kind: str, body: Any) -> None:
-        if kind == "abort" and isinstance(body, list) and len(body) == 2:
-            self._ranks.abort(int(body[0]), str(body[1]), tell_others=False)
+        if kind == "abort" and isinstance(body, list) and len(body) == 3:
+            self._ranks.abort(int(body[0]), str(body[1]), cause=str(body[2]), tell_others=False)
         elif kind == completion.KIND:
             self._completion.heard(body)
         elif kind in ("hang_ask", "hang_answer", "hung"):

@@ -212,15 +212,17 @@ class Ranks:
         fields = {"rank": rank, "local_rank": local_rank, "pid": spare.pid, "warm": True}
         self._events.emit("worker_started", f"rank {rank} is pid {spare.pid}", **fields)
 
-    def abort(self, round_: int, reason: str, *, tell_others: bool, said: bool = False) -> None:
-        """Free every worker of this round. Idempotent. ``said``: a person has read the reason already."""
+    def abort(self, round_: int, reason: str, *, tell_others: bool, said: bool = False, cause: str = "") -> None:
+        """Free every worker of this round. Idempotent. ``said``: a person has read the reason already. ``cause``: what
+        the node that noticed takes it for (observe/incidents.py)."""
         if self.info is None or round_ != self.info.epoch or self.round_is_over:
             return
         self._aborted_round = round_
         self.on_over(round_)
-        self._events.emit("abort", "" if said else f"interrupted: {reason}", round=round_, reason=reason)
+        told = {"cause": cause} if cause else {}
+        self._events.emit("abort", "" if said else f"interrupted: {reason}", round=round_, reason=reason, **told)
         if tell_others:
-            self._node.broadcast("abort", [round_, reason])
+            self._node.broadcast("abort", [round_, reason, self._events.live.cause_of(round_)])
         for worker in self._supervisor.assigned():
             self._supervisor.tell(worker, {"t": "abort", "epoch": round_, "reason": reason})
         if self.state.is_current(round_) and self.place is not None:

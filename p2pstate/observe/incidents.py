@@ -29,6 +29,7 @@ PHASES = {  # of a recovery, in order: in words
     "restore": "putting state in place",
     "first step": "first step",
 }
+KINDS = ("node", "hang", "process", "other")  # of causes
 CAUSES = {"member_dead": "node", "hang": "hang", "worker_exited": "process"}  # the first of these that was seen counts
 
 
@@ -181,7 +182,8 @@ class IncidentFinder:
 
     def on_abort(self, event: Event, t: float) -> None:
         if not self._ended:
-            self._round_over(int(event["round"]), t, str(event["reason"]))
+            told = event.get("cause")
+            self._round_over(int(event["round"]), t, str(event["reason"]), told if told in KINDS else "other")
 
     def _round_over(self, round_: int, t: float, reason: str, cause: str = "other") -> None:
         """``cause``: if no sign tells."""

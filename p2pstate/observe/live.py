@@ -113,6 +113,11 @@ class LiveRun:
     def incidents(self) -> Sequence[Incident]:
         return self._finder.incidents
 
+    def cause_of(self, round_: int) -> str:
+        """What this node takes the failure for that ended a round; empty if it knows of none."""
+        newest = self.incidents[-1] if self.incidents else None
+        return newest.cause if newest is not None and newest.round == round_ else ""
+
     @property
     def failures(self) -> Counter[str]:
         """By cause."""

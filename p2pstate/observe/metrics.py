@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from p2pstate.observe.live import FETCH_BUCKETS_S, LiveRun
+from rendezvous.standing import part_of
 
 __all__ = ["exposition"]
 
@@ -80,12 +81,13 @@ class _Collector:
             yield _gauge("step_age_seconds", "Since the newest committed step.", {}, age_s)
             if lags:
                 yield _gauge("protected_lag_steps", "Committed steps that are not protected yet.", {}, max(lags))
-        members = [(str(member["role"]), str(member["state"])) for member in status["members"].values()]
+        view = status["view"]
+        members = [(part_of(name, view), str(member["state"])) for name, member in status["members"].items()]
         lag_s = self._live.protected_lag_s
         if lag_s is not None:
             yield _gauge("protected_lag_seconds", "From the newest protected step to the newest one.", {}, lag_s)
         states: Counter[tuple[str, ...]] = Counter(members)
-        yield _gauges("members", "Members of the run, as this node sees them.", ("role", "state"), states)
+        yield _gauges("members", "Members of the run, as this node sees them.", ("part", "state"), states)
 
 
 def _gauge(name: str, text: str, labels: Mapping[str, str], value: float) -> Any:

@@ -56,7 +56,13 @@ def _add_cluster(plan: argparse.ArgumentParser, default: Inputs) -> None:
     cluster = plan.add_argument_group("the cluster")
     _add(cluster, "--gpus", _whole, "N", "GPUs in the job", required=True)
     _add(cluster, "--gpus-per-node", _whole, "N", f"(default: {default.gpus_per_node})")
-    _add(cluster, "--price", float, "DOLLARS", f"of a node, per hour (default: {default.price_per_node_hour})")
+    _add(
+        cluster,
+        "--price",
+        units.parse_price,
+        "DOLLARS",
+        f"of a node, per hour (default: {default.price_per_node_hour})",
+    )
     _add(cluster, "--spares", _whole, "N", "spare nodes (default: as many as are needed)")
     _add(
         cluster, "--repair-time", _hours, "H", f"until a lost node is back (default: {duration_text(default.repair_s)})"
@@ -100,7 +106,13 @@ def _add_job(plan: argparse.ArgumentParser, default: Inputs) -> None:
     """What is trained."""
     job = plan.add_argument_group("the job")
     _add(job, "--params", units.parse_count, "N", f"parameters (default: {default.num_params / 1e9:g}B)")
-    _add(job, "--bytes-per-param", float, "BYTES", f"of training state (default: {default.bytes_per_param:g})")
+    _add(
+        job,
+        "--bytes-per-param",
+        units.parse_count,
+        "BYTES",
+        f"of training state (default: {default.bytes_per_param:g})",
+    )
     _add(job, "--state-bytes", units.parse_bytes, "BYTES", "of training state, measured, of the whole job")
     _add(job, "--step-time", _seconds, "S", f"(default: {duration_text(default.step_s)})")
 
@@ -235,9 +247,9 @@ def _rates(options: argparse.Namespace) -> dict[str, Any]:
     elif options.yearly_rate is not None:
         mtbf_s = mtbf_of_yearly_rate_s(options.yearly_rate) if options.yearly_rate else 0.0
     else:
-        mtbf_s = options.failure_every * (options.measured_gpus or options.gpus)
+        mtbf_s = options.failure_every * (options.gpus if options.measured_gpus is None else options.measured_gpus)
     if not mtbf_s > 0:
-        raise ValueError("the mean time between failures, or the rate, has to be more than zero")
+        raise ValueError("the mean time between failures, the rate and --measured-gpus have to be more than zero")
     return {"gpu_mtbf_s": mtbf_s}
 
 
@@ -246,7 +258,7 @@ def _in_options(text: str) -> str:
     for option, field in {**_FIELDS, "gpus": "num_gpus"}.items():
         if text.startswith(f"{field} is "):
             return text.replace(field, "--" + option.replace("_", "-"), 1)
-    return text
+    return text.replace("gpu_mtbf_s is", "the mean time between failures of one GPU, in seconds, is", 1)
 
 
 def _argument(parse: Callable[[str], Any]) -> Callable[[str], Any]:

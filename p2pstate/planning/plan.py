@@ -18,7 +18,7 @@ from p2pstate.planning.inputs import STORAGE, Inputs
 from p2pstate.planning.simulation import Cluster, Outcome, neighbours, simulate_runs
 from p2pstate.planning.units import DAY_S, HOUR_S, MONTH_S, YEAR_S, bytes_text, duration_text, percent_text
 
-__all__ = ["DEFAULT_HORIZONS_S", "Placement", "Plan", "Policy", "goodputs", "make_plan"]
+__all__ = ["DEFAULT_HORIZONS_S", "Placement", "Plan", "Policy", "RulesOfThumb", "goodputs", "make_plan"]
 
 DEFAULT_HORIZONS_S = (HOUR_S, DAY_S, 7 * DAY_S, MONTH_S)
 UNLIMITED = 1 << 30
@@ -52,6 +52,18 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class RulesOfThumb:
+    """What is often quoted of checkpointing: first-order figures, each of one part of the loss only."""
+
+    lost_work_s: float  # per failure: half an interval
+    goodput_lost_work_only: float  # neither saves nor restarts are in it; below 0: more than all is lost
+    restart_s: float  # per failure, for which all nodes are paid
+    cost_per_restart: float
+    restarts_cost_per_day: float
+    restarts_cost_per_month: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     inputs: Inputs
     job_mtbf_s: float
@@ -60,6 +72,7 @@ class Plan:
     young_interval_s: float
     daly_interval_s: float
     policies: tuple[Policy, ...]  # checkpoint, async_checkpoint, p2pstate
+    thumb: RulesOfThumb
     host_bytes_per_node: float
     copy_bytes_per_step: float  # that a node sends, and receives
     link_bytes_per_s_needed: float  # for every step to be copied within one step
@@ -103,6 +116,7 @@ def make_plan(inputs: Inputs, horizons_s: Sequence[float] = DEFAULT_HORIZONS_S, 
         young_interval_s=formulas.young_interval_s(inputs.save_s, mtbf_s),
         daly_interval_s=formulas.daly_interval_s(inputs.save_s, mtbf_s),
         policies=policies,
+        thumb=_rules_of_thumb(inputs, mtbf_s, policies[0]),
         host_bytes_per_node=formulas.host_bytes(inputs.node_bytes, inputs.copies),
         copy_bytes_per_step=inputs.copies * inputs.node_bytes,
         link_bytes_per_s_needed=inputs.copies * inputs.node_bytes / inputs.step_s,
@@ -172,6 +186,19 @@ def _policy(
         cost_per_failure=cost(lost_s),
         cost_per_day=cost(lost_share * DAY_S),
         cost_per_month=cost(lost_share * MONTH_S),
+    )
+
+
+def _rules_of_thumb(inputs: Inputs, mtbf_s: float, checkpoint: Policy) -> RulesOfThumb:
+    """Young's first order: 1 - rate x interval / 2; and nodes x price x time."""
+    cost = formulas.idle_cost(inputs.num_nodes, inputs.price_per_node_hour, checkpoint.recovery_s)
+    return RulesOfThumb(
+        lost_work_s=formulas.mean_lost_s(checkpoint.interval_s),
+        goodput_lost_work_only=formulas.work_kept(1 / mtbf_s, checkpoint.interval_s),
+        restart_s=checkpoint.recovery_s,
+        cost_per_restart=cost,
+        restarts_cost_per_day=cost * DAY_S / mtbf_s,
+        restarts_cost_per_month=cost * MONTH_S / mtbf_s,
     )
 
 

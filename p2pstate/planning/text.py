@@ -36,6 +36,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "optimal_interval_s": {"young": plan.young_interval_s, "daly": plan.daly_interval_s},
         "goodput": {policy.name: policy.goodput for policy in plan.policies},
         "policies": {policy.name: asdict(policy) for policy in plan.policies},
+        "rules_of_thumb": asdict(plan.thumb),
         "host_bytes_per_node": plan.host_bytes_per_node,
         "pod_memory": quantity_text(plan.host_bytes_per_node),
         "copies": {
@@ -98,6 +99,7 @@ def as_text(plan: Plan) -> str:
                     f"{quantity_text(plan.host_bytes_per_node)}, and what the script needs",
                 ),
                 ("break-even", _break_even(plan)),
+                ("rules of thumb", _rules_of_thumb(plan)),
                 (
                     "spares",
                     f"{plan.spares_needed} for 99 of 100 runs of {duration_text(plan.simulated_s)} never to wait for a "
@@ -117,6 +119,15 @@ def as_text(plan: Plan) -> str:
         *(f"note: {note}." for note in plan.notes),
     ]
     return "\n".join(lines)
+
+
+def _rules_of_thumb(plan: Plan) -> str:
+    thumb = plan.thumb
+    return (
+        f"{duration_text(thumb.lost_work_s)} lost per failure leave "
+        f"{percent_text(max(0.0, thumb.goodput_lost_work_only))}; a restart costs ${thumb.cost_per_restart:,.0f}, all "
+        f"of a month ${thumb.restarts_cost_per_month:,.0f}"
+    )
 
 
 def _break_even(plan: Plan) -> str:

@@ -10,7 +10,7 @@ import math
 import re
 
 __all__ = ["DAY_S", "HOUR_S", "MONTH_S", "YEAR_S", "bytes_text", "duration_text", "parse_bytes", "parse_count"]
-__all__ += ["parse_duration", "parse_share", "percent_text", "quantity_text"]
+__all__ += ["parse_duration", "parse_price", "parse_share", "percent_text", "quantity_text"]
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
@@ -18,6 +18,7 @@ MONTH_S = 30 * DAY_S
 YEAR_S = 365 * DAY_S
 
 _NUMBER = r"\s*([+-]?[0-9.][0-9.,_]*(?:[eE][+-]?[0-9]+)?)\s*"
+_THOUSANDS = r"[+-]?[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]*)?"
 _TIMES_S = {"ms": 1e-3, "s": 1.0, "min": 60.0, "m": 60.0, "h": HOUR_S, "d": DAY_S, "y": YEAR_S}
 _COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "G": 1e9, "T": 1e12}
 _SIZES = {"B": 1.0, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "PB": 1e15}
@@ -52,6 +53,14 @@ def parse_count(text: str) -> float:
     return value * scale
 
 
+def parse_price(text: str) -> float:
+    """Dollars, such as ``98.32``, ``$98.32`` or ``1,200``."""
+    value, suffix = _split(text.strip().removeprefix("$"), "a price, such as 98.32")
+    if suffix:
+        raise ValueError(f"{text!r} is no price: give dollars, such as 98.32")
+    return value
+
+
 def parse_share(text: str) -> float:
     """A part of a whole: ``1%``, ``0.01``."""
     value, suffix = _split(text, "a part of a whole, such as 1% or 0.01")
@@ -62,6 +71,8 @@ def parse_share(text: str) -> float:
 
 def _split(text: str, what: str) -> tuple[float, str]:
     match = re.fullmatch(_NUMBER + r"([A-Za-z%]*)\s*", text)
+    if match is not None and "," in match.group(1) and not re.fullmatch(_THOUSANDS, match.group(1)):
+        raise ValueError(f"{text!r} is ambiguous: a point goes before decimals, and commas between thousands only")
     try:
         value = float(match.group(1).replace(",", "").replace("_", "")) if match else math.nan
     except ValueError:

@@ -112,7 +112,8 @@ def test_metrics_are_what_prometheus_reads_in_base_units_without_ranks() -> None
     assert values["p2pstate_verification_failures_total", "corrupt"] == 1
     assert values["p2pstate_protected_lag_steps",] == 1
     assert values["p2pstate_protected_lag_seconds",] == 4  # step 3 at 105, step 1 at 101
-    assert values["p2pstate_members", "node", "alive"] == 3
+    parts = {labels[0]: count for (name, *labels), count in values.items() if name == "p2pstate_members"}
+    assert parts == {"training": 2, "spare": 1, "witness": 1}
     assert values["p2pstate_fetch_seconds_count",] == 3
     assert values["p2pstate_fetch_seconds_bucket", "+Inf"] == 3
     assert values["p2pstate_fetch_seconds_sum",] == pytest.approx(0.4)

@@ -85,6 +85,12 @@ def test_incident_that_the_run_did_not_survive_is_not_over() -> None:
     assert incident.seconds is None
 
 
+@pytest.mark.parametrize(("told", "cause"), [("hang", "hang"), ("<b>", "other"), (None, "other")])
+def test_incident_on_a_node_that_saw_no_sign_has_the_cause_that_it_was_told(told: str | None, cause: str) -> None:
+    (incident,) = find_incidents([event(1, "abort", round=1, reason="rank 3 on n7 hangs", cause=told)])
+    assert incident.cause == cause
+
+
 def test_incident_of_a_second_failure_before_progress_is_the_same_one() -> None:
     events = [each for each in run_events() if not 106 <= each["t"] < 109]
     (incident,) = find_incidents(events)

@@ -1,10 +1,12 @@
 """Published figures about failures, checkpoints and money: each follows from the formulas, to the digits printed."""
 
+import json
 import math
 from pathlib import Path
 
 import pytest
 
+from p2pstate.cli import main
 from p2pstate.planning import formulas
 from p2pstate.planning.inputs import Inputs
 from p2pstate.planning.plan import goodputs
@@ -67,6 +69,17 @@ def test_published_costs_of_256_nodes_that_wait_for_20_minutes() -> None:
 
 def test_published_daily_checkpoint_loses_12_hours() -> None:
     assert formulas.mean_lost_s(DAY_S) == 12 * HOUR_S
+
+
+def test_published_costs_and_lost_work_are_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+    cluster = ["--gpus", "2048", "--failure-every", "3h", "--price", "$98.32"]
+    policy = ["--interval", "2h", "--restart-time", "20min", "--load-time", "0"]
+    assert main(["plan", *cluster, *policy, "--json"]) == 0
+    thumb = json.loads(capsys.readouterr().out)["rules_of_thumb"]
+    assert thumb["lost_work_s"] == HOUR_S
+    assert thumb["goodput_lost_work_only"] == pytest.approx(1 - 1 / 3)
+    assert round(thumb["cost_per_restart"]) == 8390
+    assert round(thumb["restarts_cost_per_month"] / 1e5) == 20
 
 
 def test_published_six_phases_of_a_restart_add_up() -> None:
