@@ -24,6 +24,7 @@ from rendezvous.interfaces import only_host
 from rendezvous.types import RendezvousError, address_from, join_address, split_address
 
 _MAX_FILES = 4096
+_MAX_HOSTS = 65536
 _EVERYWHERE = ("0.0.0.0", "::", "*")
 
 
@@ -96,13 +97,12 @@ def _read_one(contact: str, env: Mapping[str, str]) -> list[str]:
 def _read_directory(directory: Path) -> list[str]:
     found = []
     for path in sorted(directory.iterdir())[:_MAX_FILES]:
-        if path.suffix == ".address":
-            with path.open("rb") as file:
-                text = file.read(64)
+        if path.suffix == ".address" and path.is_file():  # opening a pipe would wait for its other end
             try:
-                found.append(address_from(text.decode("ascii").strip()))
-            except ValueError:
-                continue  # half written, or not ours: it is read again
+                with path.open("rb") as file:
+                    found.append(address_from(file.read(64).decode("ascii").strip()))
+            except (OSError, ValueError):
+                continue  # deleted meanwhile, half written, or not ours: it is read again
     return found
 
 
@@ -128,6 +128,8 @@ def publish(contacts: Sequence[str], name: str, address: str) -> None:
 def expand_hosts(listed: str) -> list[str]:
     """A Slurm node list, "a[01-03,7],b", -> its host names. ValueError for what is none."""
     hosts: list[str] = []
+    if re.search(r"[\[\]]", re.sub(r"\[[^\[\]]*\]", "", listed)):  # a bracket without the other one
+        raise ValueError(f"{listed!r} is no Slurm node list")
     for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", listed):
         match = re.fullmatch(r"([^\[\]]*)(?:\[([^\]]*)\](.*))?", part)
         if match is None:
@@ -136,13 +138,14 @@ def expand_hosts(listed: str) -> list[str]:
         if ranges is None:
             hosts.append(prefix)
             continue
+        ends = expand_hosts(rest) if rest else [""]
         for item in ranges.split(","):
             first, _, last = item.partition("-")
             last = last or first
-            if not (first.isdigit() and last.isdigit() and int(last) - int(first) < 65536):
+            numbers = range(int(first), int(last) + 1) if first.isdigit() and last.isdigit() else range(0)
+            if not numbers or len(hosts) + len(numbers) * len(ends) > _MAX_HOSTS:
                 raise ValueError(f"{listed!r} is no Slurm node list")
-            numbers = range(int(first), int(last) + 1)
-            hosts += [host for n in numbers for host in expand_hosts(f"{prefix}{n:0{len(first)}d}{rest}")]
+            hosts += [f"{prefix}{n:0{len(first)}d}{end}" for n in numbers for end in ends]
     return hosts
 
 

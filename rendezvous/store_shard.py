@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 from rendezvous.types import StoreReply
 
-MAX_KEY_CHARS = 4096
-MAX_VALUE_BYTES = 8 * 2**20  # as TCPStore
+MAX_KEY_CHARS = 8192  # this and the next as TCPStore
+MAX_VALUE_BYTES = 8 * 2**20
 MAX_SHARD_BYTES = 2**30
 MAX_WAITING = 65536
 
@@ -104,7 +104,7 @@ class StoreShard:
         replies: Replies = []
         for token, waiting in late:
             self._stop_waiting(token)
-            missing = [key for key in waiting.keys if not self._holds(key)]
+            missing = [key for key in waiting.keys if not waiting.is_there(key)]
             text = f"nobody set {', '.join(map(repr, missing[:3]))}{' and others' if len(missing) > 3 else ''} in time"
             replies.append((token, StoreReply(False, error=text, timed_out=True)))
         self._due_s = min((waiting.deadline_s for waiting in self._waiting.values()), default=float("inf"))

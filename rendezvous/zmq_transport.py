@@ -7,6 +7,10 @@ Invariants: all sockets belong to the thread that polls; queues, message size, h
 key every connection is encrypted and only clients with the derived key are let in; without one, only loopback is bound
 unless the caller insists. A ZeroMQ socket's descriptor speaks up only after somebody found the socket empty, so every
 socket is looked at before it is watched, and always read until nothing is left.
+A connection on which nothing is acknowledged for as long as a silent member counts as alive is given up and made anew:
+the kernel would try it again less and less often, for a quarter of an hour, also after the network has healed.
+Where somebody at a peer's address speaks another protocol, or has no key where this node has one, ZeroMQ gives up for
+good and tells nobody: the connection is made anew for what is sent later, when an agent of this run may listen there.
 A flood of connections can take every descriptor the process may have: what needs one then fails like a lost frame and
 is tried again later, and connections that exist go on.
 Limits: at most once, no acknowledgement; a frame may be lost when a connection breaks or a queue is full (counted).
@@ -38,16 +42,24 @@ from rendezvous.wire import MAX_MESSAGE_BYTES
 SEND_QUEUE = 2000
 RECEIVE_QUEUE = 10000
 HANDSHAKE_MS = 5000
+CONNECT_MS = 2000
+RECONNECT_MAX_MS = 1000
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, NUM_KEEPALIVES = 30, 10, 3
 MAX_FRAMES_PER_POLL = 500
 MAX_PEERS = 4096
+_REFUSALS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 
 @dataclass(slots=True)
 class _Peer:
+    """`given_up`: ZeroMQ does not try to connect again; `again_s`: when a new socket may."""
+
     socket: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
+    again_s: float
     connected: bool = False
+    given_up: bool = False
 
 
 @dataclass(slots=True)
@@ -93,6 +105,7 @@ class ZmqTransport:
     def __init__(self, config: Config) -> None:
         check_exposure(config)
         allow_open_files(config.max_size)
+        self._unacknowledged_ms = int(config.failure_s * 1000)
         self.counters = Counters()
         self._keys = derive_keys(config.key, config.run_id) if config.key is not None else None
         self._peers: dict[str, _Peer] = {}
@@ -124,11 +137,8 @@ class ZmqTransport:
 
     def _bind(self, config: Config) -> zmq.Socket[bytes]:
         router = self._context.socket(zmq.ROUTER)
-        router.set(zmq.LINGER, 0)
-        router.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         router.set(zmq.RCVHWM, RECEIVE_QUEUE)
-        router.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
-        router.set(zmq.IPV6, 1)
+        self._bound(router)
         if self._keys is not None:
             self._zap = self._context.socket(zmq.REP)
             self._zap.set(zmq.LINGER, 0)
@@ -138,9 +148,7 @@ class ZmqTransport:
             router.set(zmq.CURVE_SERVER, 1)
             router.set(zmq.CURVE_SECRETKEY, self._keys.server_secret)
         self._router_fd = self._watch_socket(router)
-        self._refusals = router.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        )
+        self._refusals = router.get_monitor_socket(_REFUSALS)
         self._refusals_fd = self._watch_socket(self._refusals)
         host, port = split_endpoint(config.bind, "bind", any_port=True)
         try:
@@ -156,6 +164,18 @@ class ZmqTransport:
                 f"this node cannot listen at {config.bind} ({error.strerror}): the address must be this host's"
             ) from error
         return router
+
+    def _bound(self, socket: zmq.Socket[bytes]) -> None:
+        """What holds for every connection: nothing is too long, and none that leads nowhere is kept."""
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        socket.set(zmq.TCP_MAXRT, self._unacknowledged_ms)
+        socket.set(zmq.TCP_KEEPALIVE, 1)
+        socket.set(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+        socket.set(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
+        socket.set(zmq.TCP_KEEPALIVE_CNT, NUM_KEEPALIVES)
+        socket.set(zmq.IPV6, 1)
 
     def _watch_socket(self, socket: zmq.Socket[bytes]) -> int:
         """Of a socket that has nothing to read yet. -> its descriptor."""
@@ -173,6 +193,9 @@ class ZmqTransport:
 
     def send(self, address: str, frame: bytes) -> bool:
         peer = self._peers.get(address)
+        if peer is not None and peer.given_up and time.monotonic() >= peer.again_s:
+            self.forget(address)
+            peer = None
         if peer is None:
             if len(self._peers) >= MAX_PEERS:
                 self.counters.queue_full += 1
@@ -201,24 +224,24 @@ class ZmqTransport:
             raise
         self._monitors[self._watch_socket(monitor)] = address
         dealer.connect(f"tcp://{address}")
-        peer = _Peer(dealer, monitor)
+        peer = _Peer(dealer, monitor, time.monotonic() + RECONNECT_MAX_MS / 1000)
         self._peers[address] = peer
         return peer
 
     def _prepare(self, dealer: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
         """Set a dealer up. -> what tells of its connection."""
-        dealer.set(zmq.LINGER, 0)
         dealer.set(zmq.SNDHWM, SEND_QUEUE)
-        dealer.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
-        dealer.set(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
+        self._bound(dealer)
+        dealer.set(zmq.CONNECT_TIMEOUT, CONNECT_MS)
         dealer.set(zmq.RECONNECT_IVL, 50)
-        dealer.set(zmq.RECONNECT_IVL_MAX, 1000)
-        dealer.set(zmq.IPV6, 1)
+        dealer.set(zmq.RECONNECT_IVL_MAX, RECONNECT_MAX_MS)
         if self._keys is not None:
             dealer.set(zmq.CURVE_SERVERKEY, zmq.curve_public(self._keys.server_secret))
             dealer.set(zmq.CURVE_SECRETKEY, self._keys.client_secret)
             dealer.set(zmq.CURVE_PUBLICKEY, zmq.curve_public(self._keys.client_secret))
-        return dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        return dealer.get_monitor_socket(
+            zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_CONNECT_RETRIED | _REFUSALS
+        )
 
     def forget(self, address: str) -> None:
         peer = self._peers.pop(address, None)
@@ -337,9 +360,11 @@ class ZmqTransport:
             (event,) = struct.unpack_from("=H", event_frame)
             if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 peer.connected = True
-            elif event == zmq.EVENT_DISCONNECTED and peer.connected:
+            if event == zmq.EVENT_DISCONNECTED and peer.connected:
                 peer.connected = False
                 lost.append(address)
+            # The end of a connection, or of the attempt, is final unless the next attempt is announced.
+            peer.given_up = event == zmq.EVENT_DISCONNECTED or bool(event & _REFUSALS)
 
     def _count_refusals(self) -> int:
         """Failed handshakes since the last call."""

@@ -6,20 +6,24 @@ import os
 import re
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import zmq
 import zmq.utils.z85
 
+from namespaces import Namespaces, why_not
 from rendezvous import zmq_transport
 from rendezvous.config import Config
 from rendezvous.keys import derive_keys
 from rendezvous.transport import Incoming
-from rendezvous.types import RendezvousError
+from rendezvous.types import RendezvousError, split_address
 from rendezvous.wire import MAX_MESSAGE_BYTES
 from rendezvous.zmq_transport import ZmqTransport
 
@@ -136,8 +140,13 @@ def test_client_without_the_key_of_this_run_is_not_heard_but_noticed(
     stranger = ZmqTransport(Config(other.get("run", "run"), "b", "127.0.0.1:0", key=other.get("key")))
     friend = opened(key=own)
     try:
-        stranger.send(server.address, b"let me in")
-        poll_until(server, lambda found: found.num_unauthorised)
+
+        def knock(found: Incoming) -> bool:  # whoever ends the handshake first, the other one notices nothing
+            stranger.send(server.address, b"let me in")
+            stranger.poll(0.05)
+            return bool(found.num_unauthorised)
+
+        poll_until(server, knock)
         friend.send(server.address, b"hello")
         found = poll_until(server, lambda found: found.frames)
         until_s = time.monotonic() + 0.5
@@ -229,6 +238,111 @@ def test_too_long_frame_ends_the_connection_and_not_the_receiver(opened: Callabl
     poll_until(client, lambda found: found.lost)
     other.send(server.address, b"still here")
     assert poll_until(server, lambda found: found.frames).frames == [b"still here"]
+
+
+def test_agent_that_starts_where_something_else_listened_before_is_reached(
+    opened: Callable[..., ZmqTransport],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as occupant:
+        address = f"127.0.0.1:{occupant.getsockname()[1]}"
+        sender = opened(key=KEY)
+        sender.send(address, b"lost")
+        stranger, _ = occupant.accept()
+        with stranger, suppress(ConnectionResetError):
+            stranger.sendall(bytes(200))
+            stranger.recv(1)
+    receiver = opened(address, key=KEY)
+
+    def retry(found: Incoming) -> bool:
+        sender.send(address, b"hello")
+        sender.poll(0.02)
+        return bool(found.frames)
+
+    assert poll_until(receiver, retry).frames[-1] == b"hello"
+
+
+def connected_sockets(address: str) -> list[socket.socket]:
+    """Duplicates of this process's connections to and at an address."""
+    end = split_address(address)
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        try:
+            sock = socket.socket(fileno=os.dup(int(entry.name)))
+        except OSError:
+            continue  # no socket, or the listing's own descriptor
+        with suppress(OSError):
+            if sock.getpeername()[:2] == end or (sock.getsockname()[:2] == end and sock.getpeername()):
+                found.append(sock)
+                continue
+        sock.close()
+    return found
+
+
+def test_connection_on_which_nothing_is_acknowledged_is_given_up_in_time(opened: Callable[..., ZmqTransport]) -> None:
+    sender, receiver = opened(failure_s=3.0), opened(failure_s=3.0)
+    sender.send(receiver.address, b"hello")
+    poll_until(receiver, lambda found: found.frames)
+    sockets = connected_sockets(receiver.address)
+    settings = {
+        (
+            sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT),
+            sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE),
+        )
+        for sock in sockets
+    }
+    for sock in sockets:
+        sock.close()
+    assert len(sockets) == 2
+    assert settings == {(3000, 1)}
+
+
+ONE_WAY = """
+import sys, time
+from rendezvous.config import Config
+from rendezvous.zmq_transport import ZmqTransport
+own, peer = sys.argv[1:]
+transport = ZmqTransport(Config("run", "a", own, insecure=True, probe_interval_s=0.2, failure_s=1.0))
+until_s = time.monotonic() + 60
+while time.monotonic() < until_s:
+    transport.send(peer, b"%.2f" % time.monotonic())
+    found = transport.poll(0.1)
+    lines = [f"heard {frame.decode()}" for frame in found.frames] + [f"lost {address}" for address in found.lost]
+    print(*lines, sep="\\n", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.netns
+def test_traffic_flows_again_at_once_when_a_path_heals_that_was_broken_for_long(tmp_path: Path) -> None:
+    """The kernel alone tries a connection again after as long as it was broken already."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with ExitStack() as stack:
+        network = Namespaces(2, tmp_path / "scratch")
+        stack.callback(network.close)
+        addresses = [f"{host}:7001" for host in network.addresses]
+        logs = [tmp_path / f"{index}.log" for index in range(2)]
+        for index, log in enumerate(logs):
+            command = [sys.executable, "-c", ONE_WAY, addresses[index], addresses[1 - index]]
+            process = subprocess.Popen([*network.prefix(index), *command], stdout=stack.enter_context(log.open("w")))
+            stack.callback(process.wait, 10)
+            stack.callback(process.kill)
+
+        def wait_for(log: Path, text: str, beyond: int, timeout_s: float) -> float:
+            began_s = time.monotonic()
+            while text not in log.read_text()[beyond:]:
+                assert time.monotonic() < began_s + timeout_s, log.read_text()[beyond:]
+                time.sleep(0.02)
+            return time.monotonic() - began_s
+
+        for log in logs:
+            wait_for(log, "heard", 0, 30.0)
+        network.deafen(1, to=0)
+        wait_for(logs[0], "lost", 0, 10.0)
+        time.sleep(25.0)
+        beyond = len(logs[1].read_text())
+        network.undeafen(1, to=0)
+        assert wait_for(logs[1], "heard", beyond, 30.0) < 5.0
 
 
 def test_restarted_receiver_at_the_same_address_gets_what_is_sent_next(opened: Callable[..., ZmqTransport]) -> None:

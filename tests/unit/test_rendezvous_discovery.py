@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import socket
 import threading
@@ -40,7 +41,9 @@ def test_slurm_node_list_is_expanded(listed: str, hosts: list[str]) -> None:
     assert expand_hosts(listed) == hosts
 
 
-@pytest.mark.parametrize("listed", ["n[a-b]", "n[1-999999]"])
+@pytest.mark.parametrize(
+    "listed", ["n[a-b]", "n[1-999999]", "n[3-1]", "n[1-2", "n1-2]", "n[1[2]]", "n[1-40000]m[1-40000]"]
+)
 def test_text_that_is_no_node_list_is_refused(listed: str) -> None:
     with pytest.raises(ValueError, match="is no Slurm node list"):
         expand_hosts(listed)
@@ -100,6 +103,15 @@ def test_shared_directory_gives_what_the_members_left_there(tmp_path: Path) -> N
     addresses, problems = read_contacts(contacts)
     assert sorted(addresses) == ["10.0.0.1:7001", "[::1]:7003"]
     assert problems == []
+
+
+def test_what_else_lies_in_a_shared_directory_hides_no_member(tmp_path: Path) -> None:
+    publish([f"dir:{tmp_path}"], "a", "10.0.0.1:7000")
+    (tmp_path / "folder.address").mkdir()
+    (tmp_path / "dangling.address").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "garbage.address").write_bytes(b"\xff\x00" * 1000)
+    os.mkfifo(tmp_path / "pipe.address")
+    assert read_contacts([f"dir:{tmp_path}"]) == (["10.0.0.1:7000"], [])
 
 
 def test_directory_that_is_not_there_yet_is_a_problem_and_no_error(tmp_path: Path) -> None:

@@ -106,6 +106,13 @@ def test_late_call_is_told_which_keys_are_missing() -> None:
     assert shard.next_deadline_s() == float("inf")
 
 
+def test_value_of_a_key_that_is_only_a_queue_is_named_when_it_is_late() -> None:
+    shard = StoreShard()
+    call(shard, "queue_push", "q", b"v", token="p")
+    shard.call("g", "get", ["q"], 1.0, 0.0)
+    assert shard.expire(1.0) == [("g", StoreReply(False, error="nobody set 'q' in time", timed_out=True))]
+
+
 def test_deadline_that_has_passed_already_times_out_at_once() -> None:
     ((_, reply),) = StoreShard().call("waiter", "get", ["k"], 1.0, 2.0)
     assert reply.timed_out
@@ -173,7 +180,7 @@ def test_calls_are_answered_as_soon_as_all_their_keys_are_there(seed: int) -> No
         ("multi_set", [["a"], []], "no such operation, or wrong arguments"),
         ("add", ["k", "1"], "no such operation, or wrong arguments"),
         ("explode", [], "no such operation, or wrong arguments"),
-        ("set", ["k" * 5000, b""], "a key must be a string of at most"),
+        ("set", ["k" * 9000, b""], "a key must be a string of at most"),
         ("wait", [[1]], "a key must be a string"),
         ("add", ["word", 1], "is no number"),
         ("add", ["n", 2**63 - 1], "leaves 64 bits"),
