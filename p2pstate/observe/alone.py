@@ -27,6 +27,8 @@ __all__ = ["RunMeter"]
 
 T = TypeVar("T")
 
+BEGINNINGS = ("startup", "recovery.start")  # of a run, of a process after another one's death
+
 
 class RunMeter:
     """One per process::
@@ -53,7 +55,7 @@ class RunMeter:
         self._meter = Meter()
         earlier = self._events.ledger.is_open(rank)
         self._events.emit("worker_started", rank=rank, pid=os.getpid())
-        self._meter.restart("recovery.start" if earlier else "startup")
+        self._meter.restart(BEGINNINGS[earlier])
         self._usual_s = 0.0
         if earlier:
             self._meter.recovered()
@@ -125,12 +127,13 @@ class RunMeter:
 
     @contextmanager
     def _inside(self, category: str) -> Iterator[None]:
-        """What comes before the first of these is start-up; after it, what is in none of them is other."""
-        self._meter.enter(category)
+        """What comes before the first of these is start-up; after it, what is in none of them is other. Inside a step
+        or another of these, that goes on afterwards."""
+        before = self._meter.enter(category)
         try:
             yield
         finally:
-            self._meter.enter("other")
+            self._meter.enter("other" if before in BEGINNINGS else before)
 
     def _tell(self, *, all_of_it: bool = False) -> None:
         self._events.emit("clock", rank=self._rank, clock=self._meter.report(all_of_it=all_of_it))

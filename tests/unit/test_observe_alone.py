@@ -1,6 +1,7 @@
 """The meter alone in one process: what it writes, what it reads back, what goes wrong."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,23 @@ def test_alone_goes_on_where_a_process_that_died_stopped(tmp_path: Path) -> None
     assert "recovery" in found.by_category()
     with RunMeter(tmp_path, rank=0) as after_the_end:
         assert after_the_end.goodput().seconds["recovery.start"] == found.seconds["recovery.start"]
+
+
+def test_alone_goes_on_with_a_step_after_what_is_inside_of_it(tmp_path: Path) -> None:
+    """Micro-batches are fetched, and checkpoints saved, in the middle of a step."""
+    with RunMeter(tmp_path, rank=0) as meter:
+        batches = meter.fetching(range(4))
+        for number in (1, 2):
+            with meter.step(number):
+                for _ in range(2):
+                    next(batches)
+                    time.sleep(0.02)
+                with meter.phase("evaluation"), meter.saving():
+                    pass
+                time.sleep(0.02)
+        seconds = meter.goodput().seconds
+    assert seconds["useful"] >= 6 * 0.02
+    assert {"data", "saving", "phase.evaluation"} <= seconds.keys()
 
 
 def test_alone_counts_a_step_that_raises_as_in_vain(tmp_path: Path) -> None:
