@@ -95,7 +95,7 @@ class ReplicatedCheckpointIO(TorchCheckpointIO):
         if damaged:
             raise OSError(f"the checkpoint {complete[0].path} is damaged: {'; '.join(damaged)}")
         return {
-            "state_dict": read_weights(complete[0]),
+            "state_dict": read_weights(complete[0], every_name=True),
             "global_step": complete[0].step,
             "epoch": 0,
             "pytorch-lightning_version": lightning_version,

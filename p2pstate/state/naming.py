@@ -193,6 +193,14 @@ class ModelNames:
                     seen.add(id(buffer))
                     yield place.buffer(key), place.module, key, buffer
 
+    def non_persistent(self) -> Iterator[str]:
+        """Every name of a buffer that the model's ``state_dict()`` leaves out."""
+        for place in self._current_places():
+            unsaved = getattr(place.module, "_non_persistent_buffers_set", ())
+            for key, buffer in place.module._buffers.items():
+                if buffer is not None and key in unsaved:
+                    yield place.prefix + key
+
     def extra_state_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """(name, module) of every module with ``get_extra_state``."""
         for place in self._current_places():

@@ -59,6 +59,7 @@ class _Models:
     trainable: set[str]
     frozen: Any
     changed_buffers: Any
+    non_persistent: Any
     leaves: list[Leaf]
 
 
@@ -137,6 +138,7 @@ class TrainingState:
                 "frozen": models.frozen,
                 "evaluating": squeeze(evaluating),
                 "changed_buffers": models.changed_buffers,
+                "non_persistent": models.non_persistent,  # for whoever exports weights
                 "optimizers": optimizers,
                 "objects": objects,
                 "extra": extra,
@@ -162,7 +164,10 @@ class TrainingState:
                     frozen.append(name)
             changed = squeeze(self._shapes.changed())
             self._check_hooks()
-            known = self._models = _Models(own, looks, named, trainable, squeeze(frozen), changed, collector.leaves)
+            unsaved = squeeze([name for model in self._live.models for name in model.non_persistent()])
+            known = self._models = _Models(
+                own, looks, named, trainable, squeeze(frozen), changed, unsaved, collector.leaves
+            )
         return known
 
     def _check_hooks(self) -> None:

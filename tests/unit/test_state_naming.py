@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.optim.swa_utils import AveragedModel
 
-from p2pstate.state import LeafError, TrainingState
+from p2pstate.state import LeafError, TrainingState, decode
 
 
 def state_of(*models: nn.Module, **objects: Any) -> TrainingState:
@@ -360,3 +360,13 @@ def test_name_that_is_no_unicode_is_refused_and_any_other_kept() -> None:
         buffer.zero_()
     restore(state_of(model), image)
     assert [int(buffer[0]) for buffer in model.buffers()] == list(range(len(odd)))
+
+
+def test_buffers_that_the_state_dict_leaves_out_are_told_by_all_their_names() -> None:
+    model = net()
+    table = torch.ones(3)
+    for module in model:
+        module.register_buffer("table", table, persistent=False)
+    values = decode(state_of(compiled(model)).collect().values)
+    assert values["non_persistent"] == ["model/0.table", "model/1.table"]
+    assert "model/0.table" in names(model), "and captured all the same"
