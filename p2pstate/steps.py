@@ -196,7 +196,7 @@ class Loop:
                     else:
                         done = self._end.data_ended(context.epoch, self.step, self._feed.num_batches)
                     continue
-                except Exception as error:
+                except BaseException as error:  # sys.exit() and torch.distributed.checkpoint's own as well
                     if not self._raised(self.step + 1, error):
                         raise
                     continue
@@ -293,7 +293,7 @@ class Loop:
         self.protection.fence()
         try:
             self._hooks.run(self.committed_step)
-        except Exception as error:
+        except BaseException as error:
             if not self._raised(self.step + 1, error):
                 raise
         return STATUS.error is None

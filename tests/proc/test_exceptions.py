@@ -19,10 +19,10 @@ WELL = {"node0": 0, "node1": 0}
         (
             (),
             [
-                *("6:1:forward-raise", "10:2:backward-raise", "14:3:fetch-raise", "18:0:after-odd"),
+                *("6:1:forward-raise", "10:2:backward-raise", "14:3:fetch-exit", "18:0:after-odd"),
                 *("22:1:forward-exit", "26:3:forward-interrupt", "30:0:forward-raise", "30:2:forward-raise"),
             ],
-            [2, 1, 3],
+            [2, 3, 1, 3],
         ),
         (("--fsdp",), ["6:1:forward-odd", "10:2:backward-raise", "14:0:backward-raise", "18:3:after-raise"], []),
     ],

@@ -17,7 +17,7 @@ def test_hook_that_a_fault_interrupts_runs_again_on_all_ranks(
 ) -> None:
     """Killed in the middle of a hook, raised in one, and killed in the step after one."""
     undisturbed = without_mishaps(*args)
-    mishaps = ["10:2:hook-die", "20:1:hook-raise", "26:3:backward-die"]
+    mishaps = ["10:2:hook-die", "20:1:hook-odd", "26:3:backward-die"]
     outcome = train(tmp_path / "disturbed", fork_server, *mishaps, args=args)
     assert undisturbed.codes == outcome.codes == WELL, outcome.log_tails
     assert sorted(outcome.replaced()) == [2, 3], outcome.log_tails
