@@ -24,7 +24,7 @@ from overhead_saves import DcpSave, TorchSave, savers, stock_gloo_group
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import p2pstate
-from p2pstate.durable.catalog import list_checkpoints
+from p2pstate.durable.catalog import Found, list_checkpoints
 from p2pstate.durable.resume import load
 from p2pstate.durable.storage import Directory
 
@@ -94,28 +94,15 @@ def main() -> None:
             for _ in range(NUM_STEPS_BETWEEN):
                 job.train_step(next(batches))
             settle_disk(rank)
-            began = time.monotonic()
-            saver.save()
-            stalled = time.monotonic()
-            if not isinstance(saver, TorchSave | DcpSave):
-                while not all_say(saver.is_done(), agreeing):
-                    job.train_step(next(batches))
-                saver.finish()
+            stalled_s, durable_s = time_save(saver, lambda: job.train_step(next(batches)), agreeing)
             if number:
-                stalls[name].append(stalled - began)
-                durable[name].append(time.monotonic() - began)
+                stalls[name].append(stalled_s)
+                durable[name].append(durable_s)
 
     medians = {name: statistics.median(values) for name, values in stalls.items()}
     newest = next(found for found in list_checkpoints(Directory(ours)) if not found.problem)
     assert newest.manifest is not None
-    loads_s = []
-    for _ in range(num_rounds + 1):
-        dist.barrier()
-        began = time.monotonic()
-        load(newest, rank)
-        dist.barrier()
-        loads_s.append(time.monotonic() - began)
-    load_s = statistics.median(loads_s[1:])
+    load_s = statistics.median([time_load(newest, rank) for _ in range(num_rounds + 1)][1:])
     if rank == 0:
         found = {
             "state_bytes": newest.manifest.num_bytes,
@@ -132,6 +119,27 @@ def main() -> None:
     dist.barrier()
     if rank == 0:
         shutil.rmtree(scratch / "others", ignore_errors=True)
+
+
+def time_save(saver: Any, train: Callable[[], object], group: dist.ProcessGroup) -> tuple[float, float]:
+    """Seconds until training goes on, and until the save is complete on all ranks of ``group``."""
+    began = time.monotonic()
+    saver.save()
+    stalled = time.monotonic()
+    if not isinstance(saver, TorchSave | DcpSave):
+        while not all_say(saver.is_done(), group):
+            train()
+        saver.finish()
+    return stalled - began, time.monotonic() - began
+
+
+def time_load(newest: Found, rank: int) -> float:
+    """Seconds until all ranks have read their state."""
+    dist.barrier()
+    began = time.monotonic()
+    load(newest, rank)
+    dist.barrier()
+    return time.monotonic() - began
 
 
 def settle_disk(rank: int) -> None:

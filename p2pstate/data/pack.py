@@ -18,6 +18,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -82,34 +83,17 @@ def pack(
         raise ValueError(f"{output} is an input, too: give the output another name")
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r}: token files hold {', '.join(DTYPES)}")
-    limit = np.iinfo(DTYPES[dtype]).max
-    ends = array("Q")
-    num_tokens, shown_at = 0, time.monotonic()
-    total_bytes = sum(path.stat().st_size for path in inputs)
     partial = output.with_name(f"{output.name}.{os.getpid()}.partial")
     try:
         with partial.open("w+b") as file:
-            for where, text, num_read in _documents(inputs, field):
-                tokens = _tokens(tokenizer, text, where)
-                if end_token is not None:
-                    tokens = np.append(tokens, end_token)
-                if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) <= limit:
-                    raise ValueError(
-                        f"{where}: tokens from {tokens.min()} to {tokens.max()} do not fit into {dtype} "
-                        f"(0 to {limit}): choose a wider --dtype"
-                    )
-                file.write(tokens.astype(DTYPES[dtype]).tobytes())
-                num_tokens += len(tokens)
-                ends.append(num_tokens)
-                if progress is not None and time.monotonic() - shown_at >= PROGRESS_EVERY_S:
-                    shown_at = time.monotonic()
-                    progress(f"{num_read / max(1, total_bytes):6.1%}  {len(ends)} documents  {num_tokens} tokens")
+            ends = _write_tokens(file, inputs, tokenizer, dtype, field, end_token, progress)
             file.flush()
             os.fsync(file.fileno())
             size_bytes = file.tell()
         written = LocalFile(partial)
         marks, digest = written.mark(), full_digest(written)
         written.close()
+        num_tokens = ends[-1] if ends else 0
         if num_tokens == 0:
             raise ValueError("the input holds no tokens: nothing was written")
         described = {"dtype": dtype, "num_tokens": num_tokens, "num_documents": len(ends), "size_bytes": size_bytes}
@@ -123,6 +107,38 @@ def pack(
     finally:
         partial.unlink(missing_ok=True)
     return Packed(output, len(ends), num_tokens)
+
+
+def _write_tokens(
+    file: BinaryIO,
+    inputs: Sequence[Path],
+    tokenizer: Tokenizer,
+    dtype: str,
+    field: str,
+    end_token: int | None,
+    progress: Callable[[str], None] | None,
+) -> array[int]:
+    """The tokens of all documents, one document after the other; returns how many there are up to each one's end."""
+    limit = np.iinfo(DTYPES[dtype]).max
+    ends = array("Q")
+    num_tokens, shown_at = 0, time.monotonic()
+    total_bytes = sum(path.stat().st_size for path in inputs)
+    for where, text, num_read in _documents(inputs, field):
+        tokens = _tokens(tokenizer, text, where)
+        if end_token is not None:
+            tokens = np.append(tokens, end_token)
+        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) <= limit:
+            raise ValueError(
+                f"{where}: tokens from {tokens.min()} to {tokens.max()} do not fit into {dtype} "
+                f"(0 to {limit}): choose a wider --dtype"
+            )
+        file.write(tokens.astype(DTYPES[dtype]).tobytes())
+        num_tokens += len(tokens)
+        ends.append(num_tokens)
+        if progress is not None and time.monotonic() - shown_at >= PROGRESS_EVERY_S:
+            shown_at = time.monotonic()
+            progress(f"{num_read / max(1, total_bytes):6.1%}  {len(ends)} documents  {num_tokens} tokens")
+    return ends
 
 
 def _tokens(tokenizer: Tokenizer, text: str, where: str) -> NDArray[np.int64]:
