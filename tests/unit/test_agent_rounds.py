@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from p2pstate.agent.rounds import assignment, decide_start, num_places, round_info
-from p2pstate.types import Start
+from p2pstate.types import LoopEnds, Start
 from rendezvous.types import Member, View
 
 PREVIOUS: Any = SimpleNamespace(places=("a", "b", "c"))
@@ -52,6 +52,16 @@ def test_round_begins_as_what_its_members_have_asks_for(ballots: list[dict[str, 
     assert (wanted, data["start"], data["step"]) == (False, start, step)
     assert data["since"] == (5 if start == Start.FRESH else 0), "what was before a fresh start counts no more"
     assert decide_start(view(), [*ballots, {"wants_round": "rank 1 died"}])[0]
+
+
+def test_ends_of_training_loops_are_kept_until_a_fresh_start_although_no_ballot_tells_of_them() -> None:
+    ends, later = LoopEnds().ended(1, 5), LoopEnds().ended(1, 5).ended(2, 9)
+    told = {"step": 7, "ends": later.pack()}
+    before = view(step=7, ends=ends.pack())
+    assert LoopEnds.unpack(decide_start(before, [{"step": 7}, {}])[1]["ends"]) == ends
+    assert LoopEnds.unpack(decide_start(before, [told, {}])[1]["ends"]) == later
+    fresh = decide_start(before, [told, {"start_over": Start.FRESH}])[1]["ends"]
+    assert LoopEnds.unpack(fresh) == LoopEnds(since=5)
 
 
 @pytest.mark.parametrize(

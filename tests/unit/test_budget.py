@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from p2pstate.agent.budget import Budget
+from p2pstate.agent.budget import LONG_ROUND_S, Budget
 from p2pstate.agent.job import Job
 
 
@@ -36,6 +36,13 @@ def begin(of: Budget, *rounds: tuple[float, int]) -> list[str]:
         ({}, [(10.0 + n, 7 + n) for n in range(100)], ""),  # there is progress
         ({}, [(10.0 + 15 * n, 7) for n in range(6)], "5 rounds in a row, in 75 s, brought no step beyond 7"),
         ({}, [(10.0 + 5 * n, 7) for n in range(6)], ""),
+        (
+            {},
+            [(10.0 + 2 * LONG_ROUND_S * n, -1) for n in range(20)],
+            "",
+        ),  # nobody counts steps: a long round is progress
+        ({}, [(10.0 + 15 * n, -1) for n in range(5)], "5 rounds in a row, in 70 s, brought no step beyond -1"),
+        ({"max_tries_per_step": 3}, [(10.0 + n, -1) for n in range(5)], ""),
         ({"max_tries_per_step": 3}, [(10.0, 3), (11.0, 3), (12.0, 4), (13.0, 4)], ""),
         ({"max_faults_per_hour": 9}, [(30.0 * n, n) for n in range(1, 10)], ""),
         (
