@@ -47,6 +47,13 @@ def test_shards_of_a_dead_node_are_written_by_the_one_that_keeps_their_copies() 
     assert sorted(share.part.members[0] for share in shares["a"]) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_division_depends_on_no_order_of_the_records(seed: int) -> None:
+    records = [r for node in NODES for r in vault(node, shared=True)]
+    shuffled = random.Random(seed).sample(records, len(records))
+    assert divide_version(HOME, shuffled) == divide_version(HOME, records)
+
+
 def test_version_without_some_shard_says_which() -> None:
     assert divide_version(HOME, vault("a")) == "no live node has shard 4"
 
