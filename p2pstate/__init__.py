@@ -46,6 +46,7 @@ Layout, from the top down (a file imports only what stands above it):
     state/quantised.py
     state/leaves.py
     state/holders.py
+    state/forms.py
     state/sameness.py
     state/chunks.py
     state/layout.py

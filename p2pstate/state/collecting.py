@@ -6,15 +6,16 @@ for each tensor. Invariant: one leaf per tensor and path; nothing is copied.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from p2pstate.state.encoding import Path, TensorRef, lower, path_text
+from p2pstate.state.forms import MAKEABLE, Sharing, form_of
 from p2pstate.state.holders import follows
-from p2pstate.state.leaves import SHELLS, Holders, Leaf, describe, plain_parts
+from p2pstate.state.leaves import SHELLS, Holders, Leaf, describe, local_of, plain_parts
 
 __all__ = ["Collector", "FlatDicts", "is_simple"]
 
@@ -26,6 +27,7 @@ class Collector:
         self.own = own
         self.leaves: list[Leaf] = []
         self.known: list[list[Leaf]] = []  # as they were the last time, the very same lists
+        self.sharing: Sharing | None = None
 
     def add(self, name: str, tensor: torch.Tensor, holders: Holders) -> None:
         parts = plain_parts(name, tensor)
@@ -42,9 +44,17 @@ class Collector:
             name = path_text(at)
             follower = parameter is not None and follows(tensor, parameter)
             self.add(name, tensor, holders if follower else self.own)
-            return _lowered(describe(name, tensor))
+            return _lowered(self._with_form(name, tensor))
 
         return lower(value, path, take)
+
+    def _with_form(self, name: str, tensor: torch.Tensor) -> TensorRef:
+        ref = describe(name, tensor)
+        if ref.parts or ref.kind not in MAKEABLE:
+            return ref
+        shared = self.sharing.of(name, tensor) if self.sharing else ()
+        form = form_of(local_of(tensor) if isinstance(tensor, DTensor) else tensor, shared)
+        return replace(ref, form=form) if form else ref
 
 
 _LOWERED: dict[TensorRef, Any] = {}
@@ -84,7 +94,7 @@ class FlatDicts:
 
     def tree(self, collector: Collector, value: Any, name: str, parameter: torch.Tensor, holders: Holders) -> Any:
         """``Collector.tree`` of the state of ``parameter``."""
-        flat = self._known.get(name)
+        flat = None if collector.sharing else self._known.get(name)
         if (
             flat is not None
             and flat.holders == holders
@@ -97,7 +107,7 @@ class FlatDicts:
         before = len(collector.leaves)
         lowered = collector.tree(value, name, parameter, holders)
         self._known.pop(name, None)
-        if type(value) is dict and all(is_simple(tensor) for tensor in value.values()):
+        if not collector.sharing and type(value) is dict and all(is_simple(tensor) for tensor in value.values()):
             tensors = list(value.values())
             locals_ = [_local(tensor) for tensor in tensors]
             devices = [tensor.device for tensor in tensors]

@@ -87,7 +87,7 @@ class TensorRef:
     device: device *type* on the owner ("cpu", "cuda").
     parts: of what is several leaves, their paths below the leaf's name, else empty.
     form: for subclasses the encoded (shape, strides, context of ``__tensor_flatten__``); empty where the context is no
-    plain value.
+    plain value. For plain tensors what forms.py makes.
     """
 
     kind: str

@@ -28,6 +28,7 @@ from p2pstate.state.attributes import OptimizerAttributes
 from p2pstate.state.collecting import Collector, FlatDicts, is_simple
 from p2pstate.state.encoding import squeeze
 from p2pstate.state.errors import LeafError
+from p2pstate.state.forms import Sharing
 from p2pstate.state.growth import expected_state_bytes
 from p2pstate.state.leaves import Holders, Leaf
 from p2pstate.state.rebuilding import Rebuilder
@@ -62,6 +63,7 @@ class _Found:
     state: Any
     num_states: int
     leaves: list[Leaf]
+    sharing: Sharing
 
 
 class _Known:
@@ -130,7 +132,7 @@ class OptimizerState:
     def collect(self, collector: Collector, named: Mapping[int, tuple[str, Holders]]) -> dict[str, Any]:
         live, groups = self.local.state, self.optimizer.param_groups
         if self._known is None or not self._known.holds(collector.own, named, groups, live):
-            self._known = _Known(self._find(collector.own, named), collector.own, named, groups, live)
+            self._known = _Known(self._find(collector, named), collector.own, named, groups, live)
         found = self._known.found
         collector.known.append(found.leaves)
         values = []
@@ -138,7 +140,9 @@ class OptimizerState:
             own = {key: value for key, value in group.items() if key not in _IDENTITY}
             values.append(collector.tree(own, (f"{self.prefix}/:groups", index)))
         others = {} if found.num_states == len(live) else dict(self._others(live, named))
+        collector.sharing = found.sharing
         more = {key: collector.tree(others[key], (f"{self.prefix}/:state", key)) for key in sorted(others)}
+        collector.sharing = None
         return {
             "groups": [{"params": names, "values": its} for names, its in zip(found.members, values, strict=True)],
             "state": found.state,
@@ -158,8 +162,11 @@ class OptimizerState:
         self._known = None
         self._flat = FlatDicts()
 
-    def _find(self, own: Holders, named: Mapping[int, tuple[str, Holders]]) -> _Found:
+    def _find(self, models: Collector, named: Mapping[int, tuple[str, Holders]]) -> _Found:
+        own = models.own
         collector = Collector(own)
+        called = {key: name for key, (name, _) in named.items()}
+        collector.sharing = Sharing(chain.from_iterable(models.known[:1]), self.local.state.values(), called)
         members = []
         state: dict[str, Any] = {}
         live = self.local.state
@@ -173,7 +180,8 @@ class OptimizerState:
                     alike = own if self._divided else holders
                     state[name] = self._flat.tree(collector, live[parameter], path, parameter, alike)
             members.append(names)
-        return _Found(members, list(map(squeeze, members)), squeeze(state), len(state), collector.leaves)
+        packed = list(map(squeeze, members))
+        return _Found(members, packed, squeeze(state), len(state), collector.leaves, collector.sharing)
 
     def _gradients(self, collector: Collector, named: Mapping[int, tuple[str, Holders]]) -> Iterator[tuple[str, Any]]:
         for index, group in enumerate(self.optimizer.param_groups):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from p2pstate.state import quantised
 from p2pstate.state.decoding import decode
 from p2pstate.state.encoding import Path, TensorRef, path_text
 from p2pstate.state.errors import LeafError
+from p2pstate.state.forms import MAKEABLE, Maker
 from p2pstate.state.leaves import SHELLS, describe, is_plain, local_of, plain_parts
 
 __all__ = ["Rebuilder", "references"]
@@ -40,8 +42,15 @@ class Rebuilder:
     """Plans one restore. ``copies`` holds (live tensor, captured value) pairs, ``quantised`` live tensors by name that
     besides are to be quantised as captured."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], live: Callable[[], Iterable[Any]] = tuple) -> None:
-        """``live``: values among which a tensor of a subclass is looked for that has to be made."""
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        live: Callable[[], Iterable[Any]] = tuple,
+        parameters: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        """``live``: values among which a tensor of a subclass is looked for that has to be made; ``parameters``: live
+        tensors of models by name, whose memory others may share."""
+        self._maker = Maker(parameters or {})
         self._tensors = tensors
         self._live = live
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -51,7 +60,7 @@ class Rebuilder:
         """``tree`` (which is used up) with tensors in it.
 
         ``live`` is what stands at this place now (None if nothing does), ``parameter`` the parameter whose state this
-        is: it lends mesh, placements, strides and device to what has to be made.
+        is: it lends mesh, placements and device to what has to be made.
         """
         kind = type(tree)
         if kind is TensorRef:
@@ -67,13 +76,16 @@ class Rebuilder:
 
     def _tensor(self, ref: TensorRef, live: Any, name: str, parameter: torch.Tensor | None) -> torch.Tensor:
         if isinstance(live, torch.Tensor) and self._copy_into(ref, live, name):
+            if ref.kind in MAKEABLE:
+                self._maker.keep(name, ref.form, live)
             return live
         if ref.kind == quantised.KIND:
             keys = tuple(part.removeprefix("/") for part in ref.parts)
             return quantised.make(name, keys, self._tensors, _device(ref, parameter))
         if ref.kind in SHELLS and ref.parts == (f"/{ref.kind}",):
-            return _fresh(self._tensors[name + ref.parts[0]], _device(ref, parameter), parameter).view(SHELLS[ref.kind])
-        if ref.kind not in ("plain", "dtensor") or any(ref.parts):
+            codes, _ = self._maker.make(name, b"", self._tensors[name + ref.parts[0]], _device(ref, parameter))
+            return codes.view(SHELLS[ref.kind])
+        if ref.kind not in MAKEABLE or any(ref.parts):
             made = self._subclass(ref, name, parameter)
             if made is not None:
                 return made
@@ -82,7 +94,10 @@ class Rebuilder:
                 f"is a {ref.kind}, and nothing of its kind and size is here to be written into",
                 "let the optimizer make its state (one step) before restoring",
             )
-        fresh = _fresh(self._tensors[name], _device(ref, parameter), parameter)
+        value = self._tensors[name]
+        fresh, is_empty = self._maker.make(name, ref.form, value, _device(ref, parameter))
+        if is_empty:
+            self.copies.append((fresh.detach(), value))
         return fresh if ref.kind == "plain" else _sharded_like(fresh, parameter, name)
 
     def _subclass(self, ref: TensorRef, name: str, parameter: torch.Tensor | None) -> torch.Tensor | None:
@@ -101,7 +116,8 @@ class Rebuilder:
 
     def _copy_into(self, ref: TensorRef, live: torch.Tensor, name: str) -> bool:
         """Plans the copies into ``live`` if it is what ``ref`` describes, with the captured shapes and dtypes."""
-        if describe(name, live) != ref:
+        here = describe(name, live)
+        if replace(here, form=ref.form) != ref or (ref.kind not in MAKEABLE and here.form != ref.form):
             return False
         parts = [(plain, self._tensors[part]) for part, plain in plain_parts(name, live)]
         if any(plain.shape != value.shape or plain.dtype != value.dtype for plain, value in parts):
@@ -132,14 +148,6 @@ def _at(live: Any, key: Any) -> Any:
     if isinstance(live, list | tuple | deque) and key < len(live):
         return live[key]
     return None
-
-
-def _fresh(value: torch.Tensor, device: torch.device, parameter: torch.Tensor | None) -> torch.Tensor:
-    """A copy; with the parameter's strides if it has the parameter's shape, as ``zeros_like`` makes optimizer state."""
-    like = local_of(parameter) if isinstance(parameter, DTensor) else parameter
-    if like is None or like.shape != value.shape or like.layout is not torch.strided:
-        return value.detach().to(device, copy=True, memory_format=torch.contiguous_format)
-    return torch.empty_like(like, dtype=value.dtype, device=device, requires_grad=False).copy_(value)
 
 
 def _device(ref: TensorRef, parameter: torch.Tensor | None) -> torch.device:

@@ -63,7 +63,7 @@ def restore(live: Live, shapes: BufferShapes, tensors: Mapping[str, torch.Tensor
     refitted = {refit.name for refit in refits}
     fixed = [leaf for leaf in modules.leaves if leaf.name not in refitted]
     _check_names(fixed, {name: value for name, value in tensors.items() if name not in refitted}, saved)
-    rebuilder = Rebuilder(tensors, lambda: _all_live(live, parameters))
+    rebuilder = Rebuilder(tensors, lambda: _all_live(live, parameters), parameters)
     rebuilder.copies += [(leaf.tensor, tensors[leaf.name]) for leaf in fixed]
     planned = [o.plan(saved["optimizers"][o.prefix], parameters, rebuilder) for o in live.optimizers]
     extra = plan_extra(rebuilder, live.extra, saved["extra"]) if live.extra is not None else []
