@@ -13,6 +13,7 @@ import hmac
 import http.server
 import json
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import TimeoutError as FutureTimeout
@@ -67,6 +68,11 @@ class _Server(http.server.ThreadingHTTPServer):
     gather: Callable[[], dict[str, dict[str, Any]]]
     metrics: Callable[[], bytes]
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that has gone is no reason to fill the run's console with tracebacks, as socketserver does."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            super().handle_error(request, client_address)
+
 
 class _Server6(_Server):
     address_family = socket.AF_INET6
@@ -79,7 +85,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     sys_version = ""
 
     def do_GET(self) -> None:
-        parts = urlsplit(self.path)
+        try:
+            parts = urlsplit(self.path)
+        except ValueError as error:
+            self._answer(400, "text/plain", f"{error}\n".encode())
+            return
         token = parse_qs(parts.query).get("token", [""])[0]
         if not self._may_ask(token):
             self._answer(401, "text/plain", b"this page wants a token: Authorization: Bearer TOKEN, or ?token=TOKEN\n")
@@ -98,6 +108,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             self._answer(503, "text/plain", b"this node does not answer at the moment\n")
         except ValueError as error:
             self._answer(501, "text/plain", f"{error}\n".encode())
+        except (KeyError, TypeError, AttributeError) as error:
+            text = f"some node tells what this one does not know: is it of another release of p2pstate? ({error!r})\n"
+            self._answer(500, "text/plain", text.encode())
 
     do_HEAD = do_GET
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -159,6 +159,7 @@ def _node(node: Mapping[str, Any], run: Mapping[str, Any], asked: str, token: st
     here = ' <span class="small">(this page)</span>' if node["name"] == asked else ""
     state = node["state"] if node["answered"] or node["part"] == "witness" else f"{node['state']}, did not answer"
     ranks = [rank for rank in run["ranks"] if rank["node"] == node["name"]]
+    domain = _domain(each["name"] for each in run["nodes"] if each["part"] != "witness")
     memory = []
     if node["vault_bytes"]:
         memory.append(f"{size_text(node['vault_bytes'])} of copies")
@@ -169,20 +170,27 @@ def _node(node: Mapping[str, Any], run: Mapping[str, Any], asked: str, token: st
         return f'<div class="card lost"><div class="head"><h3>{name}{here}</h3>{told}</div>'
     return (
         f'<div class="card"><div class="head"><h3>{name}{here}</h3><span>{escape(node["part"])}, '
-        f"{escape(state)}</span></div>{_ranks(ranks) if ranks else ''}"
+        f"{escape(state)}</span></div>{_ranks(ranks, domain) if ranks else ''}"
         f"<p><b>If it dies now:</b> {escape(node['if_it_dies'])}</p>"
         f'<p class="small">{escape(", ".join(memory))}</p></div>'
     )
 
 
-def _ranks(ranks: Any) -> str:
+def _domain(names: Iterable[str]) -> str:
+    """What all host names end with, from a dot on."""
+    ends = {name.partition(".")[1] + name.partition(".")[2] for name in names}
+    return ends.pop() if len(ends) == 1 else ""
+
+
+def _ranks(ranks: Any, domain: str) -> str:
     rows = []
     for rank in ranks:
         step = "" if rank["step"] is None else str(rank["step"])
         protected = "nothing yet" if rank["protected"] is None else f"step {rank['protected']}"
         copies = ", ".join(rank["keepers"])
+        short = ", ".join(name.removesuffix(domain) for name in rank["keepers"])
         cells = (str(rank["rank"]), DOING.get(rank["phase"], rank["phase"]), step, protected)
-        named = f'<td class="copies" title="{escape(copies, quote=True)}">{escape(copies)}</td>'
+        named = f'<td class="copies" title="{escape(copies, quote=True)}">{escape(short)}</td>'
         rows.append("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + named + "</tr>")
     head = "".join(f"<th>{name}</th>" for name in ("rank", "state", "step", "protected", "copy on"))
     return f'<table class="ranks"><tr>{head}</tr>{"".join(rows)}</table>'
