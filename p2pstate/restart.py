@@ -33,6 +33,7 @@ from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.groups.uncompiled import uncompiled
 from p2pstate.types import Start
+from p2pstate.user_errors import describe
 from p2pstate.worker.context import WorkerContext, current, is_entered
 from p2pstate.worker.link import RoundAborted
 
@@ -68,8 +69,8 @@ def restartable(function: Callable[..., Any] | None = None, /, *, max_failures: 
     (``init_process_group``), load its own checkpoint, and go on. Started by anything else, it is called once, as it is.
 
     ``max_failures``: so often may it raise an exception of its own in this process; the next one is raised to the
-    caller and ends the run. ``SystemExit`` and ``KeyboardInterrupt`` always are. Raises ConfigError for a second
-    function in one script.
+    caller and ends the run. ``KeyboardInterrupt`` always is, and ``SystemExit``, unless the attempt is over anyway: a
+    handler of the lost connection has exited. Raises ConfigError for a second function in one script.
     """
     if function is None:
         return functools.partial(_wrap, max_failures=max_failures)
@@ -124,9 +125,9 @@ class _Attempts(Generic[T]):
             with _interrupted_when_over():
                 value = self._function()
             self._wait_for_all()
-        except (SystemExit, KeyboardInterrupt):
-            raise
         except BaseException as error:
+            if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and STATUS.error is None):
+                raise
             if STATUS.error is None:
                 self._failed(error)
             _forget_frames(error)
@@ -140,7 +141,7 @@ class _Attempts(Generic[T]):
         self._failures_left -= 1
         print("p2pstate: the function failed and is run again on all ranks:", file=sys.stderr)
         traceback.print_exception(error)
-        STATUS.fail(P2PStateError(f"{type(error).__name__}: {error}"))
+        STATUS.fail(P2PStateError(describe(error)))
 
     def _wait_for_all(self) -> None:
         """Until every rank has come to the end. Raises what the store raises once the round is over."""
@@ -216,7 +217,7 @@ def _forget_frames(error: BaseException) -> None:
         if each is None or id(each) in seen:
             continue
         seen.add(id(each))
-        pending += [each.__cause__, each.__context__]
+        pending += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]  # of a group
         traceback.clear_frames(each.__traceback__)
         each.__traceback__ = each.__cause__ = each.__context__ = None
     for name in ("last_exc", "last_value", "last_traceback", "last_type"):
