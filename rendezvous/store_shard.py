@@ -121,68 +121,74 @@ class StoreShard:
         return replies
 
     def _do(self, token: Token, op: str, args: list[Any], deadline_s: float, now: float) -> Replies:
-        result: Any = None
-        changed: list[str] = []
+        waiting = self._waiting_call(op, args, deadline_s)
+        if waiting is not None:
+            return self._block(token, waiting, now)
+        result, changed = self._at_once(op, args)
+        return [(token, StoreReply(True, result)), *self._wake(changed)]
+
+    def _waiting_call(self, op: str, args: list[Any], deadline_s: float) -> _Waiting | None:
+        """What a blocking operation waits for, and its result then; None for one that never blocks."""
         match op, args:
             case "get", [key]:
                 wanted = _key(key)
-                if wanted not in self._values:
-                    return self._when_set(token, (wanted,), deadline_s, now, lambda: self._values[wanted])
-                result = self._values[wanted]
+                return _Waiting((wanted,), deadline_s, self._values.__contains__, lambda: self._values[wanted])
             case "multi_get", [list() as keys]:
                 several = tuple(map(_key, keys))
-                if not all(key in self._values for key in several):
-                    return self._when_set(token, several, deadline_s, now, lambda: [self._values[k] for k in several])
-                result = [self._values[key] for key in several]
+                return _Waiting(
+                    several, deadline_s, self._values.__contains__, lambda: [self._values[each] for each in several]
+                )
+            case "queue_pop", [key, True]:
+                wanted = _key(key)
+                return _Waiting((wanted,), deadline_s, self._queues.__contains__, lambda: self._pop(wanted))
+            case "wait", [list() as keys]:
+                return _Waiting(tuple(map(_key, keys)), deadline_s, self._holds, lambda: None)
+        return None
+
+    def _at_once(self, op: str, args: list[Any]) -> tuple[Any, list[str]]:
+        """Do an operation that never blocks; -> (its result, the keys that were written)."""
+        match op, args:
             case "set", [key, value]:
                 self._put(_key(key), _value(value))
-                changed = [key]
+                return None, [key]
             case "multi_set", [list() as keys, list() as values] if len(keys) == len(values):
                 pairs = {_key(key): _value(value) for key, value in zip(keys, values, strict=True)}
                 self._grow(sum(self._growth(key, value) for key, value in pairs.items()))
                 self._values |= pairs
-                changed = keys
+                return None, keys
             case "append", [key, value]:
                 self._put(_key(key), _value(self._values.get(key, b"") + _value(value)))
-                changed = [key]
+                return None, [key]
             case "add", [key, int() as amount]:
-                result = self._add(_key(key), amount)
-                changed = [key]
+                return self._add(_key(key), amount), [key]
             case "compare_set", [key, expected, desired]:
-                result = self._compare_set(_key(key), _value(expected), _value(desired))
-                changed = [key]
+                return self._compare_set(_key(key), _value(expected), _value(desired)), [key]
             case "check", [list() as keys]:
-                result = all(self._holds(_key(key)) for key in keys)
+                return all(self._holds(_key(key)) for key in keys), []
             case "delete_key", [key]:
-                old = self._values.pop(_key(key), None)
-                self._num_bytes -= len(old) + len(key) if old is not None else 0
-                result = old is not None
+                return self._delete(_key(key)), []
             case "num_keys", []:
-                result = len(self._values) + len(self._queues)
+                return len(self._values) + len(self._queues), []
             case "list_keys", []:
-                result = list(self._values)
+                return list(self._values), []
             case "queue_push", [key, value]:
                 self._push(_key(key), _value(value))
-                changed = [key]
+                return None, [key]
             case "queue_len", [key]:
-                result = len(self._queues.get(_key(key), ()))
+                return len(self._queues.get(_key(key), ())), []
             case "queue_pop", [key, False]:
-                result = self._pop(_key(key)) if key in self._queues else None
-            case "queue_pop", [key, True]:
-                wanted = _key(key)
-                waiting = _Waiting((wanted,), deadline_s, self._queues.__contains__, lambda: self._pop(wanted))
-                return self._block(token, waiting, now)
-            case "wait", [list() as keys]:
-                several = tuple(map(_key, keys))
-                waiting = _Waiting(several, deadline_s, self._holds, lambda: None)
-                return self._block(token, waiting, now)
-            case _:
-                raise _Refused("no such operation, or wrong arguments for it")
-        return [(token, StoreReply(True, result)), *self._wake(changed)]
+                return self._pop(key) if _key(key) in self._queues else None, []
+        raise _Refused("no such operation, or wrong arguments for it")
 
     def _put(self, key: str, value: bytes) -> None:
         self._grow(self._growth(key, value))
         self._values[key] = value
+
+    def _delete(self, key: str) -> bool:
+        old = self._values.pop(key, None)
+        if old is not None:
+            self._num_bytes -= len(old) + len(key)
+        return old is not None
 
     def _growth(self, key: str, value: bytes) -> int:
         old = self._values.get(key)
@@ -229,11 +235,6 @@ class StoreShard:
 
     def _holds(self, key: str) -> bool:
         return key in self._values or key in self._queues
-
-    def _when_set(
-        self, token: Token, keys: tuple[str, ...], deadline_s: float, now: float, result: Callable[[], Any]
-    ) -> Replies:
-        return self._block(token, _Waiting(keys, deadline_s, self._values.__contains__, result), now)
 
     def _block(self, token: Token, waiting: _Waiting, now: float) -> Replies:
         """Answer now if it can be, else when it can."""

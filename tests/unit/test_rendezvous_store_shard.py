@@ -182,6 +182,7 @@ def test_calls_are_answered_as_soon_as_all_their_keys_are_there(seed: int) -> No
         ("explode", [], "no such operation, or wrong arguments"),
         ("set", ["k" * 9000, b""], "a key must be a string of at most"),
         ("wait", [[1]], "a key must be a string"),
+        ("queue_pop", [["k"], False], "a key must be a string"),
         ("add", ["word", 1], "is no number"),
         ("add", ["n", 2**63 - 1], "leaves 64 bits"),
     ],
