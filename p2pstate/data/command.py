@@ -24,7 +24,13 @@ def add_commands(commands: Any) -> None:
         description="Tokenize text (a document per file) or JSON lines (a document per line) into a token file, which "
         "p2pstate.data.MmapTokens opens in place.",
     )
-    packer.add_argument("inputs", nargs="+", type=Path, metavar="INPUT", help="text files, or .jsonl and .ndjson files")
+    packer.add_argument(
+        "inputs",
+        nargs="+",
+        type=Path,
+        metavar="INPUT",
+        help="text files, or .jsonl and .ndjson files; also .gz of them",
+    )
     packer.add_argument("--output", required=True, type=Path, metavar="FILE.bin", help="the token file")
     packer.add_argument(
         "--tokenizer",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -285,6 +286,20 @@ def test_pack_that_fails_leaves_nothing_but_what_was_there(tmp_path: Path) -> No
         pack([tmp_path / "o.bin"], tmp_path / "o.bin", bytes_of)
     (tmp_path / "bad.jsonl").unlink()
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_pack_reads_compressed_files_and_leaves_out_marks_of_byte_order(tmp_path: Path) -> None:
+    line = b'{"text": "ab"}'
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + line + b"\r\n" + line)
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(line + b"\n"))
+    (tmp_path / "c.txt").write_bytes(b"\xef\xbb\xbfab")
+    packed = pack([tmp_path / name for name in ("a.jsonl", "b.jsonl.gz", "c.txt")], tmp_path / "o.bin", bytes_of)
+    assert (packed.num_documents, packed.num_tokens) == (4, 8)
+    assert (tmp_path / "o.bin").read_bytes() == b"a\0b\0" * 4
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(line * 100)[:-9])
+    with pytest.raises(ValueError, match=r"cut\.jsonl\.gz is no whole \.gz file"):
+        pack([tmp_path / "cut.jsonl.gz"], tmp_path / "p.bin", bytes_of)
+    assert not list(tmp_path.glob("p.bin*"))
 
 
 def test_pack_command_writes_what_the_data_set_reads(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
