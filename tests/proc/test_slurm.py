@@ -36,12 +36,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 
 class Job:
-    """One job of two training nodes and a spare."""
+    """One job of two training nodes and a spare. ``batch_file``: in place of the example."""
 
-    def __init__(self, slurm: SlurmCluster, folder: Path, *script: str) -> None:
+    def __init__(self, slurm: SlurmCluster, folder: Path, *script: str, batch_file: Path | None = None) -> None:
         self._slurm, self._folder = slurm, folder
         self.attempt(0)
-        sbatch = ("sbatch", "--parsable", "--chdir", str(folder), str(EXAMPLES / "slurm" / "train.sbatch"))
+        sbatch = ["sbatch", "--parsable", "--chdir", str(folder)]
+        example = str(EXAMPLES / "slurm" / "train.sbatch")
+        sbatch += [example] if batch_file is None else ["--export=NONE", str(batch_file)]
         run_dir = str(folder / "run")
         self.id = slurm.run(*sbatch, *script, "--out", str(folder), **ENVIRON, RUN_DIR=run_dir).strip()
 
@@ -109,7 +111,11 @@ def test_slurm_job_near_its_time_limit_is_queued_again_and_goes_on_and_a_cancell
 ) -> None:
     checkpoints = tmp_path / "checkpoints"
     disk = ("--checkpoint", str(checkpoints), "--checkpoint-every", "10")
-    job = Job(slurm, tmp_path, *SCRIPT, "--steps", "100000", *disk)
+    batch_file = tmp_path / "train.sbatch"  # nothing is passed on to it: it makes its environment, which srun passes on
+    environ = "".join(f"export {name}={value}\n" for name, value in {**ENVIRON, "RUN_DIR": tmp_path / "run"}.items())
+    first, rest = (EXAMPLES / "slurm" / "train.sbatch").read_text().split("set -euo pipefail\n")
+    batch_file.write_text(f"{first}{environ}set -euo pipefail\n{rest}")
+    job = Job(slurm, tmp_path, *SCRIPT, "--steps", "100000", *disk, batch_file=batch_file)
     slurm.wait_for(lambda: any(checkpoints.glob("*/.metadata")), "a checkpoint is complete")
     slurm.run("scancel", "--signal=TERM", job.id)  # what --signal=TERM@120 makes Slurm do
     slurm.wait_for(lambda: slurm.job(job.id)["Restarts"] == "1", "the job is queued again")

@@ -34,7 +34,7 @@ FOREIGN = {
     "mypy": {"--strict"},
     "kind": {"--image"},
     "kubectl": {"--for", "--from-file", "--timeout"},
-    "srun": {"--cpu-bind", "--kill-on-bad-exit", "--no-kill", "--wait"},
+    "srun": {"--cpu-bind", "--export", "--kill-on-bad-exit", "--no-kill", "--wait"},
     "sbatch": {"--gpus-per-node", "--nodes", "--no-kill", "--signal"},
     "torchrun": {"--max-restarts", "--monitor-interval", "--nnodes", "--nproc-per-node", "--standalone"}
     | {f"--rdzv-{name}" for name in ("backend", "conf", "endpoint", "id")},
