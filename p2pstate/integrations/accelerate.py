@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
@@ -32,6 +33,14 @@ def check(accelerator: Accelerator) -> None:
     """ConfigError for what cannot be protected."""
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         raise ConfigError("DeepSpeed keeps training state of its own, which cannot be captured: use DDP or FSDP")
+    taken_for = (accelerator.process_index, accelerator.num_processes)
+    if dist.is_initialized() and taken_for != (dist.get_rank(), dist.get_world_size()):
+        rank = f"rank {dist.get_rank()} of {dist.get_world_size()}"
+        raise ConfigError(
+            f"Accelerate takes this process for rank {taken_for[0]} of {taken_for[1]}, but it is {rank}: each would "
+            "train a model of its own. On CPUs give TrainingArguments(use_cpu=True), or Accelerator(cpu=True); call "
+            "p2pstate.init_process_group() before"
+        )
 
 
 def replicate(accelerator: Accelerator, *components: Any, **settings: Any) -> Replicator:

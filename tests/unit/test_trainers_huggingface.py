@@ -75,6 +75,12 @@ def test_setting_that_chooses_other_batches_is_refused_by_name(
         make_trainer(tmp_path, **settings)
 
 
+def test_ranks_that_would_train_apart_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)  # a process group of two, in which Accelerate sees one
+    with pytest.raises(ConfigError, match=r"rank 0 of 1, but it is rank 0 of 2.*use_cpu=True"):
+        make_trainer(tmp_path)
+
+
 def test_data_in_order_comes_in_order(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, train_sampling_strategy="sequential", per_device_train_batch_size=4)
     trainer.data_collator = lambda samples: torch.stack([x for (x,) in samples])
