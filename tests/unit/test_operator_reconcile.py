@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -453,3 +454,73 @@ BAD: Sequence[dict[str, Any]] = [
 def test_schema_refuses_what_makes_no_run(spec: dict[str, Any]) -> None:
     with pytest.raises(SchemaError):
         World(**spec)
+
+
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 14))])
+def test_pool_comes_back_to_its_size_whatever_happens_to_pods_the_server_and_the_operator(seed: int) -> None:
+    """Nothing is told to be gone that still runs, and no second attempt begins beside one that does."""
+    dice = random.Random(seed)
+    world = World(nodes=3, spares=2, quarantine={"action": "None"}, maxRestarts=1000)
+    running: dict[str, float] = {}  # pod -> since when, out of reach or not
+    away: set[str] = set()
+
+    def kubelets() -> None:
+        for name in world.live():
+            if world.server.pods()[name]["status"]["phase"] == "Pending":
+                world.server.run_pod(name, f"host{name}")
+                running[name] = world.server.now_s
+        for name, each in list(world.server.pods().items()):
+            if each["metadata"].get("deletionTimestamp") and name not in away:
+                end(name, 143)
+        known = sorted(running.keys() - away, key=lambda name: running[name])
+        parts = [{"name": name, "part": "training" if index < 3 else "spare"} for index, name in enumerate(known)]
+        world.page = page(nodes=parts)
+
+    def end(name: str, code: int, *, disrupted: bool = False) -> None:
+        world.server.end_pod(name, code, disrupted=disrupted)
+        running.pop(name, None)
+
+    def delete(name: str) -> None:
+        uid = world.server.pods()[name]["metadata"]["uid"]
+        world.cluster.delete(f"/api/v1/namespaces/default/pods/{name}", uid)
+
+    def look(times: int) -> None:
+        for _ in range(times):
+            with contextlib.suppress(Crash, ApiError):
+                world.look()
+            kubelets()
+            told = (world.cluster.get("/api/v1/namespaces/default/configmaps/train-gone") or {}).get("data", {})
+            assert not [name for name, at_us in told.items() if running.get(name, 1e99) * 1e6 < int(at_us)]
+            assert len({name.rsplit("-", 1)[0] for name in running}) <= 1, running
+            world.server.now_s += 20
+
+    look(8)
+    for _ in range(25):
+        name = dice.choice(world.live())
+        codes = iter([dice.choice([None, 409, 429, 500, 503]) for _ in range(20)])
+        match dice.choice(["ends", "ends", "evicted", "deleted", "away", "back", "spares", "storm", "crash", "two"]):
+            case "ends":
+                end(name, dice.choice([75, 76, 78, 127, 137, 139]))
+            case "evicted":
+                end(name, 137, disrupted=True)
+            case "deleted":
+                delete(name)
+            case "away" if not away:
+                away.add(name)
+                delete(name)
+            case "back" if away:
+                end(away.pop(), 143)
+            case "spares":
+                world.cluster.patch(RUN_PATH, {"spec": {"spares": dice.randrange(4)}})
+            case "storm":
+                world.refuse = lambda codes=codes: next(codes, None)  # type: ignore[misc]
+            case "crash":
+                world.crash_at, world.crash_applied = world.num_changes + dice.randrange(1, 4), dice.random() < 0.5
+            case "two":
+                reconcile(Cluster(world.server.request), "default", "train", world.server.now_s, lambda _: world.page)
+        look(3)
+        world.server.now_s += 700  # the pauses after failures are over
+        look(9)
+        assert len(world.live()) == world.run["spec"]["nodes"] + world.run["spec"]["spares"], world.server.log[-20:]
+        assert world.status["phase"] == "Running", world.status
+        assert conditions(world)["SparesReady"][0] == "True", world.status
