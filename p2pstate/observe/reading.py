@@ -6,6 +6,7 @@ own events stay in the order in which it wrote them, whatever its clock did.
 
 from __future__ import annotations
 
+import heapq
 import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -17,9 +18,8 @@ DAMAGED = (KeyError, TypeError, ValueError, AttributeError, OverflowError)  # ra
 MOST_S = 2e11  # the year 8307
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """Of one file. Raises OSError when it cannot be read."""
-    events = []
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Of one file, which may be larger than memory. Raises OSError when it cannot be read."""
     with path.open("rb") as file:
         for line in file:
             try:
@@ -27,8 +27,7 @@ def read_events(path: Path) -> list[dict[str, Any]]:
             except (ValueError, RecursionError):
                 continue
             if isinstance(event, dict) and "event" in event and _is_time(event.get("t")):
-                events.append(event)
-    return events
+                yield event
 
 
 def _is_time(t: object) -> bool:
@@ -40,11 +39,12 @@ def read_run(directory: str | Path) -> list[dict[str, Any]]:
     """Raises ValueError with a sentence when the directory holds no events."""
     folder = Path(directory)
     paths = sorted(folder.glob("events-*.jsonl"))
-    events = [dated for path in paths for dated in _dated(read_events(path))]
+    nodes = [_dated(read_events(path)) for path in paths]
+    events = [event for _, event in heapq.merge(*nodes, key=lambda dated: dated[0])]
     if not events:
         what = "is no directory" if not folder.is_dir() else "holds no events (events-NODE.jsonl)"
         raise ValueError(f"{folder} {what}: give the --run-dir of a run")
-    return [event for _, event in sorted(events, key=lambda dated: dated[0])]
+    return events
 
 
 def _dated(events: Iterable[dict[str, Any]]) -> Iterator[tuple[float, dict[str, Any]]]:

@@ -137,7 +137,7 @@ def test_ledger_adds_up_to_the_wall_clock_whatever_dies(seed: int) -> None:
 def test_reading_passes_over_a_line_that_was_cut_off(tmp_path: Path) -> None:
     whole = json.dumps(started(0))
     (tmp_path / "events-n1.jsonl").write_text(f"{whole}\n[1]\n{{}}\n{whole[:20]}")
-    assert read_events(tmp_path / "events-n1.jsonl") == [started(0)]
+    assert list(read_events(tmp_path / "events-n1.jsonl")) == [started(0)]
 
 
 def test_reading_merges_nodes_in_order_of_time(tmp_path: Path) -> None:
