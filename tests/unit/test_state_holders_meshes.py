@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
 import torch
-import torch.distributed as dist
 from holders_of_leaves import Holders, rank_of
 from state_zoo import assert_same, bits, image_of, restore
 from torch import nn
@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 from p2pstate.state import TrainingState
+
+MESH_NUMBERS = itertools.count()
 
 
 class Block(nn.Module):
@@ -86,7 +88,7 @@ def hsdp_tp() -> nn.Module:
 def hsdp_within_one_mesh() -> nn.Module:
     """Every parameter spans the whole mesh before it is sharded."""
     # torch remembers equal meshes across simulated ranks, and fully_shard asks for this very one: so a new name each.
-    names = ("copies", "shards", f"tp of {dist.get_rank()}")
+    names = ("copies", "shards", f"tp {next(MESH_NUMBERS)}")
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=names)
     model = Block()
     for layer in (model.up, model.down, model.odd, model.sequence_norm, model.plain_norm, model.batch_norm):
