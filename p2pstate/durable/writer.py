@@ -38,7 +38,6 @@ NICE = 5  # training has the processor first
 def writer_main(sock: socket.socket) -> int:
     """Serve until the agent's end of the channel closes."""
     os.nice(NICE)
-    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # it takes none away from training when storage answers
     torch.set_num_threads(1)
     torch.serialization.set_crc32_options(False)  # every file has a better digest of its own
     channel = Channel(sock, blocking=True)
