@@ -12,7 +12,7 @@ import importlib.metadata
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from p2pstate.arguments import Parser, nearest
 
@@ -38,7 +38,9 @@ def run_tool(argv: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=f"p2pstate {importlib.metadata.version('p2pstate')}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     if arguments and arguments[0] in TOOLS:
-        importlib.import_module(TOOLS[arguments[0]][1]).add_commands(commands)
+        tool = importlib.import_module(TOOLS[arguments[0]][1])
+        tool.add_commands(commands)
+        arguments = _with_flags_first(arguments, getattr(tool, "FLAGS", frozenset()))
     else:
         for name, (purpose, _) in TOOLS.items():
             commands.add_parser(name, help=purpose)
@@ -71,3 +73,9 @@ def run_tool(argv: Sequence[str] | None) -> int:
 
 def _say_no_more() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _with_flags_first(arguments: list[str], flags: Collection[str]) -> list[str]:
+    """argparse takes words that may be left out only where no flag is between them and the words before."""
+    name, *rest = arguments
+    return [name, *sorted(rest, key=lambda each: each not in flags)]

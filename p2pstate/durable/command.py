@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from p2pstate.durable.catalog import Found
     from p2pstate.durable.manifest import Manifest
 
-__all__ = ["add_commands"]
+__all__ = ["FLAGS", "add_commands"]
+
+FLAGS = frozenset({"--json"})  # may stand anywhere
 
 PROGRESS_INTERVAL_S = 1.0
 MAX_VALUE_CHARACTERS = 120

@@ -42,6 +42,13 @@ def test_list_tells_what_is_there_and_why_something_is_not_usable(
     ]
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_json_may_stand_anywhere(at: int, root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = [str(root), "verify", "000001-step10"]
+    assert main(["checkpoints", *words[:at], "--json", *words[at:]]) == 0
+    assert json.loads(capsys.readouterr().out)["verified"]
+
+
 def test_verify_finds_a_flipped_bit_and_fails(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoints", str(root), "verify"]) == 0, "an interrupted save is no damage"
     data = root / "000001-step10" / "__0_0.distcp"
