@@ -3,12 +3,15 @@
 In: requests of browsers and scrapers; what all nodes know, and this node's metrics, asked for anew at each request.
 Out: ``/`` (the whole run, as a page), ``/status.json``, ``/metrics`` (this node).
 
-Invariants: read only, GET and HEAD; requests are served by threads of their own. With a token nothing is told without
+Invariants: read only, GET and HEAD; requests are served by threads of their own, at most MAX_CLIENTS at once and none
+for longer than CLIENT_S: others are hung up on, so that neither a crowd nor who sends a byte now and then takes the
+agent's threads and descriptors. With a token nothing is told without
 it (``Authorization: Bearer TOKEN``, or ``?token=TOKEN``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.server
 import json
@@ -25,7 +28,8 @@ from p2pstate.observe.whole import merge
 
 __all__ = ["PageServer"]
 
-CLIENT_S = 10.0  # for a client that sends or reads slowly
+CLIENT_S = 10.0  # for a client that sends or reads slowly, and for all of one request
+MAX_CLIENTS = 64
 
 
 class PageServer:
@@ -68,10 +72,35 @@ class _Server(http.server.ThreadingHTTPServer):
     gather: Callable[[], dict[str, dict[str, Any]]]
     metrics: Callable[[], bytes]
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._places = threading.Semaphore(MAX_CLIENTS)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if self._places.acquire(blocking=False):
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        limit = threading.Timer(CLIENT_S, _hang_up, [request])
+        limit.daemon = True
+        limit.start()
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            limit.cancel()
+            self._places.release()
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that has gone is no reason to fill the run's console with tracebacks, as socketserver does."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
+
+
+def _hang_up(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        request.shutdown(socket.SHUT_RDWR)
 
 
 class _Server6(_Server):

@@ -3,9 +3,12 @@
 import socket
 import struct
 import threading
+import time
+from contextlib import ExitStack
 
 import pytest
 
+from p2pstate.agent import page_server
 from p2pstate.agent.page_server import PageServer
 
 
@@ -41,3 +44,24 @@ def test_page_server_answers_nonsense_in_words_and_fills_no_console(capfd: pytes
     finally:
         server.close()
     assert "Traceback" not in capfd.readouterr().err
+
+
+def test_page_server_hangs_up_on_a_crowd_and_on_who_never_ends_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(page_server, "MAX_CLIENTS", 2)
+    monkeypatch.setattr(page_server, "CLIENT_S", 0.5)
+    server = PageServer("127.0.0.1:0", None, "n0", dict, bytes)
+    server.start()
+    try:
+        host, port = server.url.removeprefix("http://").rstrip("/").split(":")
+        with ExitStack() as stack:
+            slow = [stack.enter_context(socket.create_connection((host, int(port)), timeout=30)) for _ in range(2)]
+            for client in slow:
+                client.sendall(b"GET /metrics HT")
+            third = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
+            assert third.recv(1) == b""
+            assert [client.recv(1) for client in slow] == [b"", b""]
+        until_s = time.monotonic() + 30.0
+        while b" 200 " not in answer_to(server.url, b"GET /metrics HTTP/1.1\r\n\r\n"):
+            assert time.monotonic() < until_s, "their places were not given back"
+    finally:
+        server.close()
