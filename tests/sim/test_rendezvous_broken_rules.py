@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from simulated_runs import (
     run_assumed_dead_but_only_cut_off,
@@ -21,57 +23,29 @@ from rendezvous.membership import Membership, Record
 from rendezvous.messages import AcceptedVote, Promise, Reject, Status, Update
 from rendezvous.motives import Motives
 from rendezvous.types import MemberKey, View
-from rendezvous.views import Sizes
+
+Votes = set[MemberKey]
 
 
-def any_vote(
-    view: View | None,
-    votes: set[MemberKey],
-    gone: frozenset[MemberKey],
-    fenced: frozenset[MemberKey],
-    known: object,
-    sizes: Sizes,
-) -> bool:
-    del gone, fenced, known, sizes
+def any_vote(view: View | None, votes: Votes, *_: object) -> bool:
     return bool(votes if view is None else votes & view.keys)
 
 
-def any_tie(
-    view: View | None,
-    votes: set[MemberKey],
-    gone: frozenset[MemberKey],
-    fenced: frozenset[MemberKey],
-    known: list[MemberKey],
-    sizes: Sizes,
-) -> bool:
+def any_tie(view: View | None, votes: Votes, *rest: Any) -> bool:
     if view is None:
-        return views.has_quorum(view, votes, gone, fenced, known, sizes)
+        return views.has_quorum(view, votes, *rest)
     return 2 * len(votes & view.keys) >= len(view.keys)
 
 
-def all_that_live(
-    view: View | None,
-    votes: set[MemberKey],
-    gone: frozenset[MemberKey],
-    fenced: frozenset[MemberKey],
-    known: list[MemberKey],
-    sizes: Sizes,
-) -> bool:
+def all_that_live(view: View | None, votes: Votes, gone: Votes, *rest: Any) -> bool:
     """A tempting rule: whoever is proven dead is not needed, however many they are."""
-    whole = views.has_quorum(view, votes, gone, fenced, known, sizes)
+    whole = views.has_quorum(view, votes, gone, *rest)
     return whole or (view is not None and bool(votes & view.keys) and view.keys - votes <= gone)
 
 
-def majority_of_the_unfenced(
-    view: View | None,
-    votes: set[MemberKey],
-    gone: frozenset[MemberKey],
-    fenced: frozenset[MemberKey],
-    known: list[MemberKey],
-    sizes: Sizes,
-) -> bool:
+def majority_of_the_unfenced(view: View | None, votes: Votes, gone: Votes, fenced: Votes, *rest: Any) -> bool:
     """A tempting rule: fenced members are left out of the count, and a majority of the others suffices."""
-    whole = views.has_quorum(view, votes, gone, fenced, known, sizes)
+    whole = views.has_quorum(view, votes, gone, fenced, *rest)
     return whole or (view is not None and 2 * len(votes & view.keys - fenced) > len(view.keys - fenced))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import select
@@ -19,23 +20,25 @@ from rendezvous.channel import MAX_FRAME_BYTES, Channel, ChannelClosed
 DEADLINE_S = 30.0  # only a hang takes this long
 
 
+@contextlib.contextmanager
+def connected(*, blocking: bool) -> Iterator[tuple[Channel, Channel]]:
+    agent, theirs = Channel.pair()
+    peer = Channel(theirs, blocking=blocking)
+    with contextlib.closing(agent), contextlib.closing(peer):
+        yield agent, peer
+
+
 @pytest.fixture
 def agent_and_worker() -> Iterator[tuple[Channel, Channel]]:
     """A non-blocking channel and a blocking one, connected."""
-    agent, theirs = Channel.pair()
-    worker = Channel(theirs, blocking=True)
-    yield agent, worker
-    agent.close()
-    worker.close()
+    with connected(blocking=True) as both:
+        yield both
 
 
 @pytest.fixture
 def both_non_blocking() -> Iterator[tuple[Channel, Channel]]:
-    agent, theirs = Channel.pair()
-    peer = Channel(theirs, blocking=False)
-    yield agent, peer
-    agent.close()
-    peer.close()
+    with connected(blocking=False) as both:
+        yield both
 
 
 @pytest.fixture
