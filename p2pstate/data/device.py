@@ -7,6 +7,8 @@ Known limits: CUDA only (other devices are copied to without a stream); pinning 
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -54,7 +56,7 @@ class Stager:
 
 
 def _each_tensor(value: Any, change: Any) -> Any:
-    """The same structure of lists, tuples and mappings with each tensor changed; anything else stays."""
+    """The same structure of lists, tuples, mappings and dataclasses with each tensor changed; anything else stays."""
     if isinstance(value, torch.Tensor):
         return change(value)
     if isinstance(value, Mapping):
@@ -64,4 +66,9 @@ def _each_tensor(value: Any, change: Any) -> Any:
         return type(value)(*(_each_tensor(each, change) for each in value))
     if isinstance(value, list | tuple):
         return type(value)(_each_tensor(each, change) for each in value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        moved = copy.copy(value)  # replace() calls __init__, which may do more than set its fields
+        for field in dataclasses.fields(value):
+            object.__setattr__(moved, field.name, _each_tensor(getattr(value, field.name), change))
+        return moved
     return value

@@ -100,7 +100,7 @@ class Fetcher:
 
     def announce(self, task: Read) -> None:
         """The task will come soon: a data set with ``prefetch(indices)`` can begin to fetch what it needs."""
-        if self._prefetch is None:
+        if not callable(self._prefetch):
             return
         try:
             self._prefetch(task.indices.tolist())
@@ -123,7 +123,7 @@ class Fetcher:
                     samples.append(dataset[index])
         with _named(f"samples {indices} (in collate_fn)"):
             if self._draws:
-                seed_streams("batch", spec.seed, int(task.passes[0]), indices[0])
+                seed_streams("batch", spec.seed, *(int(each[0]) for each in (task.passes, indices) if len(each)))
             return spec.collate_fn(samples if spec.in_batches else samples[0]), None
 
 

@@ -68,12 +68,14 @@ class Packed:
 
 
 class InProcess:
-    """What a pool is, without processes: a task is done when its result is asked for. The random streams stay."""
+    """What a pool is, without processes: a task is done when its result is asked for. The random streams stay, and are
+    not looked at for a data set that draws nothing."""
 
     num_workers = 1
 
     def __init__(self, spec: Spec) -> None:
         self._fetcher = make_fetcher(spec)
+        self._keeps_streams = getattr(spec.dataset, "draws_random", True)
         self._before = dict(COUNTERS)  # what others in this process have counted
         self._serial = 0
         self._tasks: dict[int, Any] = {}
@@ -96,7 +98,7 @@ class InProcess:
 
     def result(self, serial: int) -> tuple[Done, None]:
         try:
-            with kept():
+            with kept() if self._keeps_streams else contextlib.nullcontext():
                 value, state = self._fetcher.fetch(self._tasks.pop(serial))
         except SampleError as error:
             wrap(error, "in the trainer's process").reraise()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -12,6 +13,12 @@ from p2pstate.data import Loader
 from p2pstate.data.device import Stager
 
 Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclass(frozen=True)
+class Record:
+    tensor: torch.Tensor
+    name: str
 
 
 class Squares(torch.utils.data.Dataset[Any]):
@@ -35,9 +42,11 @@ def check(batches: list[Any], device: str) -> None:
 def test_stager_moves_tensors_in_any_structure_and_leaves_the_rest() -> None:
     stager = Stager(torch.device("meta"), pin_memory=False)
     batch = {"a": torch.ones(2), "b": [Pair(torch.ones(1), "text")], "c": (torch.ones(3), 5), "d": None}
+    batch["e"] = record = Record(torch.ones(4), "text")
     moved = stager.finish(stager.start(batch))
     assert moved["a"].device.type == moved["b"][0].left.device.type == moved["c"][0].device.type == "meta"
     assert (moved["b"][0].right, moved["c"][1], moved["d"]) == ("text", 5, None)
+    assert (moved["e"].tensor.device.type, moved["e"].name, record.tensor.device.type) == ("meta", "text", "cpu")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

@@ -133,3 +133,16 @@ def test_distributed_sampler_shuffles_anew_in_each_of_the_epochs_of_one_iteratio
     loader = Loader(range(NUM_SAMPLES), NUM_SAMPLES, sampler=sampler, num_workers=0, epochs=3)
     orders = {tuple(batch.tolist()) for batch in loader}
     assert len(orders) == 3
+
+
+class Announced(list[int]):
+    prefetch = 4  # a number of its own, not a method for loaders
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_batch_without_samples_is_collated_as_by_torch(num_workers: int, caplog: pytest.LogCaptureFixture) -> None:
+    data = Announced(range(NUM_SAMPLES))
+    loader = Loader(data, batch_sampler=[[1, 2], [], [3]], collate_fn=list, num_workers=num_workers)
+    assert list(loader) == [[1, 2], [], [3]]
+    assert not caplog.records
+    loader.close()
