@@ -44,8 +44,15 @@ def run_command(options: argparse.Namespace) -> int:
     except ImportError:
         print("p2pstate top needs rich: pip install 'p2pstate[top]'", file=sys.stderr)
         return 1
+    if not 0 < options.interval < float("inf"):
+        print(f"p2pstate top: --interval {options.interval:g}: give seconds, more than 0", file=sys.stderr)
+        return 1
     try:
         token = Path(options.token_file).read_text(encoding="utf-8").strip() if options.token_file else ""
+    except (OSError, ValueError) as error:
+        print(f"p2pstate top: --token-file cannot be read: {error}", file=sys.stderr)
+        return 1
+    try:
         pages = _Pages(options.url, token)
         run = pages.ask()
         console = Console()

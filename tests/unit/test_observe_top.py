@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from p2pstate.cli import main
 from p2pstate.observe.top import _Pages, _render
 
 
@@ -82,3 +83,17 @@ def test_top_in_a_narrow_terminal_cuts_nothing_off() -> None:
 def test_top_asks_nobody_but_pages() -> None:
     with pytest.raises(ValueError, match="no http:// address"):
         _Pages("file:///etc/passwd", "").ask()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--interval", "-1"], "--interval -1: give seconds"),
+        (["--interval", "nan"], "--interval nan: give seconds"),
+        (["--token-file", "/nowhere/token"], "--token-file cannot be read"),
+        ([], "127.0.0.1:1 tells nothing"),
+    ],
+)
+def test_top_says_what_is_wrong(options: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "127.0.0.1:1", *options]) == 1
+    assert says in capsys.readouterr().err
