@@ -35,6 +35,7 @@ from p2pstate.agent.resizing import Resizing
 from p2pstate.agent.round_state import tell_view
 from p2pstate.agent.rounds import Progress, decide_start, num_places, round_info
 from p2pstate.agent.saves import Saves
+from p2pstate.agent.sentences import lost_with_the_run
 from p2pstate.agent.serving import Site
 from p2pstate.agent.status import ranks_status
 from p2pstate.agent.supervisor import Supervisor, WorkerProcess
@@ -407,6 +408,7 @@ class Agent:
                 text += "; fewer nodes, as --nnodes allows, need Replicator(checkpoint=...)"
             info = self._ranks.info
             if info is None or not self._saves.configured:
-                self.declare(EXIT_RETRY, text)
+                protected = max((worker.protected or 0 for worker in self._supervisor.assigned()), default=0)
+                self.declare(EXIT_RETRY, text + lost_with_the_run(protected))
                 return
             self._resizing.shrink(info, text, lambda: self.declare(EXIT_RETRY, text))

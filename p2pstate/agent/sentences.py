@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["Sentences"]
+__all__ = ["Sentences", "lost_with_the_run"]
 
 
 class Sentences:
@@ -49,3 +49,13 @@ class Sentences:
                 f" ({fields['steps_lost']} steps lost)"
             )
         return ""
+
+
+def lost_with_the_run(protected: int) -> str:
+    """What there is in memory only when a run ends: ``protected``, the newest step that was protected; 0: none was."""
+    if not protected:
+        return ""
+    return (
+        f"; step {protected}, protected in memory, is lost with the run: Replicator(checkpoint=...) writes the newest "
+        "whole version to disk before"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -114,12 +115,15 @@ def test_node_lost_without_a_spare_ends_the_run_with_the_reason(tmp_path: Path, 
     endless = (TRAIN, *ENDLESS, "--out", str(tmp_path / "out"), *SMALL)
     nodes = launch_two(tmp_path, fork_server, "--spare-wait", "1", *endless)
     deadline = time.monotonic() + DEADLINE_S
-    while not list((tmp_path / "out").glob("positions-1.*")) and time.monotonic() < deadline:
+    positions = (tmp_path / "out").glob
+    while not any('"step": 5,' in path.read_text() for path in positions("positions-1.*")):
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     nodes[0].kill()
     _, stderr = nodes[1].communicate(timeout=DEADLINE_S)
     assert nodes[1].returncode == 75, stderr
     assert "--spare-wait" in stderr
+    assert re.search(r"; step [1-9]\d*, protected in memory, is lost with the run", stderr), stderr
     nodes[0].communicate(timeout=DEADLINE_S)
 
 
