@@ -82,8 +82,8 @@ SHOWN_BY: dict[str, tuple[str, ...]] = {
         ZOO,
     ),
     "C3": (
-        f"{STATE}optimizers.py::test_restore_of_groups_keeps_keys_order_types_and_tensors",
-        f"{STATE}optimizers.py::test_restore_into_fewer_groups_adds_the_missing_ones",
+        f"{STATE}optimizer_groups.py::test_restore_of_groups_keeps_keys_order_types_and_tensors",
+        f"{STATE}optimizer_groups.py::test_restore_into_fewer_groups_adds_the_missing_ones",
         ZOO,
     ),
     "C4": (f"{STATE}optimizers.py::test_restore_of_an_optimizer_continues_like_its_twin",),
