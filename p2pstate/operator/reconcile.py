@@ -46,6 +46,7 @@ from p2pstate.operator.types import (
     DeletePod,
     Host,
     Observed,
+    Phase,
     Quarantine,
     QuarantineWay,
     Record,
@@ -116,14 +117,15 @@ def _pass(cluster: Cluster, namespace: str, name: str, now_s: float, fetch: Fetc
             else:
                 errors.append(error)
     if errors:
-        _tell(cluster, spec, errors[0])
+        _tell(cluster, spec, decision.record, errors[0])
         raise errors[0]
     return decision.record.attempt != record.attempt
 
 
-def _tell(cluster: Cluster, spec: Spec, error: ApiError) -> None:
-    """What cannot be done is in the status until it can: a quota, a policy that refuses the pods."""
-    if isinstance(error, Conflict):
+def _tell(cluster: Cluster, spec: Spec, record: Record, error: ApiError) -> None:
+    """What cannot be done is in the status until it can: a quota, a policy that refuses the pods. Not in place of a
+    message that nobody would write again."""
+    if isinstance(error, Conflict) or record.phase not in (Phase.PENDING, Phase.RUNNING, Phase.WAITING):
         return
     try:
         cluster.patch(f"{runs_path(spec.namespace, spec.name)}/status", {"status": {"message": str(error)[:1000]}})

@@ -422,6 +422,24 @@ def test_change_that_is_refused_does_not_keep_others_back_and_is_told() -> None:
     assert sorted(world.live()) == ["train-1-1", "train-1-2", "train-1-3"]
 
 
+def test_reason_of_a_failed_run_stays_while_its_pods_cannot_be_deleted() -> None:
+    world = World()
+    world.settle()
+    world.start_all()
+    world.settle()
+    world.server.end_pod("train-1-0", 1, message="KeyError: 'x'")
+
+    def send(method: str, *rest: Any) -> tuple[int, dict[str, Any]]:
+        return (403, {"message": "forbidden"}) if method == "DELETE" else world.server.request(method, *rest)
+
+    for _ in range(2):
+        world.server.now_s += 60
+        with contextlib.suppress(ApiError):
+            reconcile(Cluster(send), "default", "train", world.server.now_s, lambda addresses: None)
+    assert world.status["phase"] == "Failed"
+    assert "KeyError" in world.status["message"]
+
+
 @pytest.mark.parametrize("action", ["None", "Taint"])
 def test_operator_without_rights_on_hosts_replaces_pods_all_the_same(action: str) -> None:
     world = World(quarantine={"action": action, "afterFailures": 1})
