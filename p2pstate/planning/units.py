@@ -111,8 +111,10 @@ def quantity_text(num_bytes: float) -> str:
 def percent_text(share: float) -> str:
     """Of a part of a whole: two digits behind the point where it is small or nearly all, else one."""
     percent = 100 * share
+    if 0 < percent < 1e-6:
+        return "0 %"
     if 0 < percent < 0.01:
-        return f"{percent:.1g} %"
+        return f"{percent:.6f}".rstrip("0") + " %"
     if 99.99 < percent < 100:
         return "> 99.99 %"
     return f"{percent:.2f} %" if percent < 1 or 99 < percent < 100 else f"{percent:.1f} %"

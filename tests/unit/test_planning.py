@@ -15,7 +15,7 @@ from p2pstate.planning import plan as planning
 from p2pstate.planning.inputs import Inputs
 from p2pstate.planning.plan import goodputs, make_plan
 from p2pstate.planning.simulation import Cluster, neighbours, simulate_goodput, simulate_runs
-from p2pstate.planning.units import DAY_S, HOUR_S, MONTH_S
+from p2pstate.planning.units import DAY_S, HOUR_S, MONTH_S, percent_text
 
 
 @pytest.fixture(autouse=True)
@@ -49,6 +49,11 @@ def test_duration_that_is_none_is_refused_with_its_text(text: str) -> None:
 @pytest.mark.parametrize(("text", "num_bytes"), [("980GB", 980e9), ("1.2 TB", 1.2e12), ("16GiB", 2**34), ("512", 512)])
 def test_size_as_typed_is_bytes(text: str, num_bytes: float) -> None:
     assert units.parse_bytes(text) == num_bytes
+
+
+def test_share_as_printed_has_no_exponent() -> None:
+    shares = {1e-32: "0 %", 2e-8: "0.000002 %", 3e-5: "0.003 %", 0.005: "0.50 %", 0.5: "50.0 %", 0.99999: "> 99.99 %"}
+    assert {share: percent_text(share) for share in shares} == shares
 
 
 def test_count_and_share_as_typed() -> None:
