@@ -305,10 +305,9 @@ class Agreement:
         """A Prepare, Promise, Accept, AcceptedVote or Reject. One about an old epoch is answered with the decision."""
         match message:
             case Prepare() | Accept() | AcceptDelta():
-                if message.epoch <= self.epoch:
-                    assert self.view is not None
+                if self.view is not None and message.epoch <= self.epoch:
                     self._out.send(sender, Decided(self.view))
-                elif message.epoch > self.epoch + 1:
+                elif message.epoch != self.epoch + 1:
                     self._out.send(sender, ViewWanted(self.epoch))
                 elif isinstance(message, Prepare):
                     self._on_prepare(sender, message, now)

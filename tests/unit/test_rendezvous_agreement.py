@@ -165,6 +165,11 @@ def test_epoch_that_is_too_new_is_answered_with_a_question() -> None:
     assert bench.agreement.promised is None
 
 
+@pytest.mark.parametrize("message", [Prepare(0, ballot(9, "b")), Accept(0, ballot(9, "b"), view_of("b"))])
+def test_request_for_no_epoch_at_all_harms_no_node_without_a_view(message: Message) -> None:
+    assert Bench(None, "b").hear("b", message) == [("b", ViewWanted(0))]
+
+
 def test_value_of_another_epoch_is_not_accepted() -> None:
     bench = Bench(view_of("abc"), "bc")
     assert bench.hear("b", Accept(2, ballot(5, "b"), view_of("ab", 3))) == []
