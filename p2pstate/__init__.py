@@ -40,6 +40,7 @@ Layout, from the top down (a file imports only what stands above it):
     vault.py                all slots of a node
     state/errors.py         state/: live objects <-> named leaves <-> bytes
     state/rng.py
+    state/standard.py       values that a line of text says exactly
     state/encoding.py       plain values as bytes that depend on nothing else
     state/lengths.py
     state/decoding.py

@@ -21,6 +21,8 @@ import torch
 from p2pstate.state.encoding import FACTORIES, MAX_DEPTH, Extension, TensorRef
 from p2pstate.state.errors import LeafError
 from p2pstate.state.lengths import check_lengths
+from p2pstate.state.rng import GeneratorState
+from p2pstate.state.standard import from_text
 
 __all__ = ["decode", "torch_dtype", "unsqueezed"]
 
@@ -35,7 +37,7 @@ def decode(data: bytes, name: str = "values") -> Any:
     except (
         ValueError,
         TypeError,
-        OverflowError,
+        ArithmeticError,
         RuntimeError,
         struct.error,
         msgpack.exceptions.UnpackException,
@@ -190,6 +192,16 @@ def _read_deque(content: Any) -> deque[Any]:
     return deque(_expect(items, list), limit)
 
 
+def _read_standard(content: Any) -> Any:
+    kind, text = _expect(content, list)
+    return from_text(_expect(kind, str), _expect(text, str))
+
+
+def _read_generator(content: Any) -> GeneratorState:
+    kind, state = _expect(content, list)
+    return GeneratorState(_expect(kind, str), state)
+
+
 _READERS: dict[int, Callable[[Any], Any]] = {
     Extension.TUPLE: lambda content: tuple(_expect(content, list)),
     Extension.SET: lambda content: set(_expect(content, list)),
@@ -206,5 +218,7 @@ _READERS: dict[int, Callable[[Any], Any]] = {
     Extension.TENSOR: _read_tensor,
     Extension.REF: _read_ref,
     Extension.DEQUE: _read_deque,
+    Extension.STANDARD: _read_standard,
+    Extension.GENERATOR: _read_generator,
     Extension.RANGE: lambda content: range(*(_expect(item, int) for item in _expect(content, list))),
 }

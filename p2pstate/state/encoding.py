@@ -4,7 +4,8 @@ In: nested Python values. Out: bytes that depend only on the value (equal bytes 
 order, which is part of the state, sets are written in the order of their encoded elements).
 MessagePack's own types carry None, bool, 64-bit int, float, str, bytes, list and dict; everything else that Python or
 torch state commonly holds is an extension type. Tensors become references when the caller gives ``on_tensor``
-(their bytes travel as leaves), otherwise small ones are written in place.
+(their bytes travel as leaves), otherwise small ones are written in place. Random generators are written, by their
+states, only where tensors become references.
 Known limits: nesting is at most ``MAX_DEPTH``; subclasses (named tuples, enums, numpy masked arrays) are refused,
 because rebuilding them would need their class.
 """
@@ -25,7 +26,8 @@ import numpy as np
 import torch
 
 from p2pstate.state.errors import LeafError
-from p2pstate.state.rng import is_generator
+from p2pstate.state.rng import generator_kind, generator_state, is_generator
+from p2pstate.state.standard import to_text
 
 __all__ = [
     "FACTORIES",
@@ -77,6 +79,8 @@ class Extension(enum.IntEnum):
     DEQUE = 18
     RANGE = 19
     SQUEEZED = 20
+    STANDARD = 21
+    GENERATOR = 22
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +165,9 @@ def lower(value: Any, path: Path, on_tensor: OnTensor | None = None, depth: int 
     if kind is deque:
         items = _lower_items(list(value), path, on_tensor, depth)
         return msgpack.ExtType(Extension.DEQUE, pack([value.maxlen, items]))
+    if on_tensor is not None and is_generator(value):
+        state = lower(generator_state(value), path, None, depth + 1)
+        return msgpack.ExtType(Extension.GENERATOR, pack([generator_kind(value), state]))
     return _lower_atom(value, path)
 
 
@@ -199,9 +206,8 @@ def _lower_atom(value: Any, path: Path) -> Any:
         return msgpack.ExtType(Extension.NP_TEXT, pack(text))
     if kind is np.ndarray or isinstance(value, np.generic):
         return _lower_numpy(value, path)
-    if is_generator(value):
-        advice = "give it to Replicator(...) as an argument, or as a value of its own in extra="
-        raise LeafError(path_text(path), f"a random generator ({kind.__qualname__}) inside of something else", advice)
+    if (said := to_text(value)) is not None:
+        return msgpack.ExtType(Extension.STANDARD, pack([*said]))
     raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__} is not a plain value")
 
 

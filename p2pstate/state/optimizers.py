@@ -15,6 +15,7 @@ live tensor of that class.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, compress, repeat
@@ -38,6 +39,7 @@ __all__ = ["OptimizerState", "PlannedOptimizer", "is_divided"]
 
 # what a live group keeps for itself: its parameters, and the names torch gave them (which depend on wrappers)
 _IDENTITY = ("params", "param_names")
+_NUMBER = re.compile(r"#-?\d{1,20}")
 _GRADIENT = attrgetter("grad")
 
 
@@ -219,8 +221,10 @@ class OptimizerState:
                     yield self._name(named, key, -1)[0], value
             elif type(key) is str:
                 yield f":{key}", value
+            elif type(key) is int:
+                yield f"#{key}", value
             else:
-                advice = "use parameters or strings as keys"
+                advice = "use parameters, strings or whole numbers as keys"
                 raise LeafError(f"{self.prefix}/:state", f"has an entry with the key {key!r}", advice)
 
     def expected_growth(
@@ -268,7 +272,7 @@ class OptimizerState:
             parameter = self._owner(parameters, name)
             content[parameter] = rebuilder.tree(tree, live.get(parameter), f"{self.prefix}/{name}", parameter)
         for key, tree in saved["others"].items():
-            owner: Any = key[1:] if key.startswith(":") else self._owner(parameters, key)
+            owner = self._owner_of_other(parameters, key)
             like = owner if isinstance(owner, torch.Tensor) else None
             content[owner] = rebuilder.tree(tree, live.get(owner), (f"{self.prefix}/:state", key), like)
         groups = []
@@ -318,6 +322,15 @@ class OptimizerState:
     def _settings(self, group: Mapping[str, Any]) -> list[str]:
         """What this kind of optimizer needs in a group. A newer torch may have more of them than the captured state."""
         return [key for key in getattr(self.local, "defaults", {}) if key in group]
+
+    def _owner_of_other(self, parameters: Mapping[str, Any], key: str) -> Any:
+        if key.startswith(":"):
+            return key[1:]
+        if not key.startswith("#"):
+            return self._owner(parameters, key)
+        if not _NUMBER.fullmatch(key):
+            raise LeafError(f"{self.prefix}/:state", f"has the entry {key!r}", "this copy is damaged: use another one")
+        return int(key[1:])
 
     def _owner(self, parameters: Mapping[str, Any], name: str) -> Any:
         if name not in parameters:

@@ -3,7 +3,8 @@
 In: decoded trees, the captured tensors by leaf name, and what is live at the same place. Out: new trees, and a list of
 copies into live tensors that the caller carries out once everything was checked.
 Invariants: planning writes nothing; every captured tensor is used at most once per name; a tensor that is live with
-the same kind, shape, dtype and device type stays the same object.
+the same kind, shape, dtype and device type stays the same object, and so does a random generator.
+Known limit: of a generator that stood in several places and has to be made, each place gets one of its own.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from p2pstate.state.encoding import Path, TensorRef, path_text
 from p2pstate.state.errors import LeafError
 from p2pstate.state.forms import MAKEABLE, Maker
 from p2pstate.state.leaves import SHELLS, describe, is_plain, local_of, plain_parts
+from p2pstate.state.rng import GeneratorState, generator_kind, is_generator, make_generator, set_generator_state
 
 __all__ = ["Rebuilder", "references"]
 
@@ -40,7 +42,7 @@ def references(tree: Any, path: Path) -> list[str]:
 
 class Rebuilder:
     """Plans one restore. ``copies`` holds (live tensor, captured value) pairs, ``quantised`` live tensors by name that
-    besides are to be quantised as captured."""
+    besides are to be quantised as captured, ``generators`` (live generator, captured state, name)."""
 
     def __init__(
         self,
@@ -55,6 +57,7 @@ class Rebuilder:
         self._live = live
         self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.quantised: list[tuple[str, torch.Tensor]] = []
+        self.generators: list[tuple[Any, Any, str]] = []
 
     def tree(self, tree: Any, live: Any, path: Path, parameter: torch.Tensor | None) -> Any:
         """``tree`` (which is used up) with tensors in it.
@@ -65,6 +68,8 @@ class Rebuilder:
         kind = type(tree)
         if kind is TensorRef:
             return self._tensor(tree, live, path_text(path), parameter)
+        if kind is GeneratorState:
+            return self._generator(tree, live, path_text(path))
         if kind in (dict, OrderedDict, Counter, defaultdict):
             for key in tree:
                 tree[key] = self.tree(tree[key], _at(live, key), (path, key), parameter)
@@ -73,6 +78,14 @@ class Rebuilder:
             items = (self.tree(item, _at(live, i), (path, i), parameter) for i, item in enumerate(tree))
             return deque(items, tree.maxlen) if kind is deque else kind(items)
         return tree
+
+    def _generator(self, captured: GeneratorState, live: Any, name: str) -> Any:
+        if is_generator(live) and generator_kind(live) == captured.kind:
+            self.generators.append((live, captured.state, name))
+            return live
+        made = make_generator(captured.kind, name)
+        set_generator_state(made, captured.state, name)
+        return made
 
     def _tensor(self, ref: TensorRef, live: Any, name: str, parameter: torch.Tensor | None) -> torch.Tensor:
         if isinstance(live, torch.Tensor) and self._copy_into(ref, live, name):

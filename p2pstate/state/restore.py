@@ -73,6 +73,8 @@ def restore(live: Live, shapes: BufferShapes, tensors: Mapping[str, torch.Tensor
     held = [(name, tensor) for name, tensor in parameters.items() if tensor.is_quantized]
     for name, tensor in (*rebuilder.quantised, *held):
         quantised.copy_into(tensor, name, tensors)
+    for generator, state, name in rebuilder.generators:
+        rng.set_generator_state(generator, state, name)
     for refit in refits:
         refit.apply()
     shapes.inherit(saved["changed_buffers"])

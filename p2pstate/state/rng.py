@@ -14,6 +14,7 @@ import sys
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,9 +22,30 @@ import torch
 
 from p2pstate.state.errors import LeafError
 
-__all__ = ["capture", "generator_state", "is_generator", "kept", "restore", "set_generator_state"]
+__all__ = [
+    "GeneratorState",
+    "capture",
+    "generator_kind",
+    "generator_state",
+    "is_generator",
+    "kept",
+    "make_generator",
+    "restore",
+    "set_generator_state",
+]
 
+_BIT_GENERATORS = {
+    kind.__name__: kind
+    for kind in (
+        np.random.MT19937,
+        np.random.PCG64,
+        np.random.PCG64DXSM,
+        np.random.Philox,
+        np.random.SFC64,
+    )
+}
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_MAKEABLE = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in (random.Random, np.random.RandomState)}
 
 
 def capture() -> dict[str, Any]:
@@ -93,6 +115,35 @@ def _has_drawn(raw: bytes) -> bool:
 def is_generator(value: Any) -> bool:
     """Whether ``value`` is a random generator object whose state can be captured and set."""
     return isinstance(value, _GENERATORS) and not isinstance(value, random.SystemRandom)
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratorState:
+    """Stands in a decoded tree where a generator was."""
+
+    kind: str
+    state: Any
+
+
+def generator_kind(generator: Any) -> str:
+    """What :func:`make_generator` makes another one of; states of one kind fit all generators of that kind."""
+    if isinstance(generator, torch.Generator):
+        return f"torch.{generator.device.type}"
+    if isinstance(generator, np.random.Generator):
+        return f"numpy.{generator.bit_generator.state['bit_generator']}"
+    kind = type(generator)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def make_generator(kind: str, name: str) -> Any:
+    """A new generator. LeafError (with ``name``) for kinds that only the program itself can make."""
+    if kind in ("torch.cpu", "torch.cuda"):
+        return torch.Generator(kind.removeprefix("torch."))
+    if kind.removeprefix("numpy.") in _BIT_GENERATORS:
+        return np.random.Generator(_BIT_GENERATORS[kind.removeprefix("numpy.")]())
+    if kind in _MAKEABLE:
+        return _MAKEABLE[kind]()
+    raise LeafError(name, f"is a {kind}, and none is here", "make one at this place before restoring")
 
 
 def generator_state(generator: Any) -> Any:

@@ -8,8 +8,12 @@ import struct
 import tracemalloc
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
+from datetime import UTC, date, datetime, time, timedelta, timezone
+from decimal import Decimal
 from enum import IntEnum
+from pathlib import PosixPath, PurePosixPath
 from typing import Any
+from uuid import UUID
 
 import msgpack
 import numpy as np
@@ -21,7 +25,7 @@ from state_zoo import bits
 
 from p2pstate.state import LeafError
 from p2pstate.state.decoding import decode
-from p2pstate.state.encoding import MAX_DEPTH, TensorRef, encode, lower, pack, squeeze
+from p2pstate.state.encoding import MAX_DEPTH, Extension, TensorRef, encode, lower, pack, squeeze
 
 EXACT = [
     None,
@@ -71,6 +75,16 @@ EXACT = [
     torch.float8_e4m3fn,
     torch.device("cpu"),
     torch.device("cuda", 3),
+    datetime(2026, 11, 30, 12, 1, 2, 3),
+    datetime(2026, 11, 30, tzinfo=UTC),
+    date(2026, 11, 30),
+    time(1, 2, 3, 4),
+    timedelta(days=-3, microseconds=5),
+    Decimal("1.10"),
+    Decimal("-Infinity"),
+    PosixPath("a/b"),
+    PurePosixPath("/a"),
+    UUID(int=7),
 ]
 
 
@@ -231,6 +245,22 @@ def test_codec_of_anything_else_names_its_path(value: Any, path: str) -> None:
     with pytest.raises(LeafError) as caught:
         encode(value, "state")
     assert caught.value.name == path
+
+
+@pytest.mark.parametrize(
+    "value",
+    [datetime(2026, 11, 30, tzinfo=timezone(timedelta(hours=1), "local")), datetime(2026, 11, 30, fold=1), range],
+    ids=["named zone", "fold", "class"],
+)
+def test_codec_of_what_its_text_does_not_say_is_refused(value: Any) -> None:
+    with pytest.raises(LeafError, match="is not a plain value"):
+        encode(value)
+
+
+def test_codec_of_standard_values_that_are_none_is_refused() -> None:
+    for kind, text in (("Decimal", "x"), ("date", "yesterday"), ("timedelta", "1 2"), ("system", "ls"), ("UUID", "7")):
+        with pytest.raises(LeafError, match="cannot be decoded"):
+            decode(msgpack.packb(msgpack.ExtType(Extension.STANDARD, msgpack.packb([kind, text]))))
 
 
 def test_codec_of_a_value_that_contains_itself_is_refused() -> None:

@@ -388,3 +388,19 @@ def test_gradients_of_an_optimizer_that_was_not_stepped_are_state_and_those_of_o
     assert_same(image_of(state), image)  # captured again before the next step, it still is state
     state.stepped(optimizers)
     assert not any(":gradients" in name for name in image_of(state).tensors)
+
+
+def test_entries_under_whole_numbers_come_back_and_those_under_other_keys_are_refused() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[0]["norm"] = torch.tensor(2.0)
+    optimizer.state[-3]["num"] = 4
+    optimizer.state["0"]["num"] = 5
+    image = image_of(state_of(model, optimizer))
+    other = net()
+    newcomer = torch.optim.SGD(other.parameters(), lr=0.1)
+    restore(state_of(other, newcomer), image)
+    assert newcomer.state == {0: {"norm": torch.tensor(2.0)}, -3: {"num": 4}, "0": {"num": 5}}
+    newcomer.state[2.5]["num"] = 1
+    with pytest.raises(LeafError, match=r"2\.5; use parameters, strings or whole numbers as keys"):
+        state_of(other, newcomer)

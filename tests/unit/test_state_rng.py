@@ -163,3 +163,91 @@ def test_restore_of_a_cuda_stream_without_a_device_is_refused_before_any_write()
     with pytest.raises(LeafError) as caught:
         streams.check({**streams.capture(), "cuda": [b"\0" * 16]})
     assert caught.value.name == "rng/cuda"
+
+
+GENERATORS = {
+    "torch": lambda: torch.Generator().manual_seed(3),
+    "python": lambda: random.Random(3),
+    "numpy": lambda: np.random.default_rng(3),
+    "philox": lambda: np.random.Generator(np.random.Philox(3)),
+    "legacy": lambda: np.random.RandomState(3),
+}
+
+
+def draw(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return torch.rand(3, generator=generator).tolist()
+    if isinstance(generator, random.Random):
+        return generator.gauss(0, 1)
+    return generator.normal(size=3).tolist()
+
+
+class Noisy(torch.optim.Optimizer):
+    """Keeps one generator in an attribute, one in its group, and makes one for each parameter in its first step."""
+
+    def __init__(self, parameters: Any, make: Any) -> None:
+        super().__init__(parameters, {"noise": make()})
+        self.make = make
+        self.own = make()
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                entry = self.state[parameter]
+                entry.setdefault("noise", [self.make()])
+        return [
+            draw(self.own),
+            draw(self.param_groups[0]["noise"]),
+            *(draw(e["noise"][0]) for e in self.state.values()),
+        ]
+
+
+class Remembering:
+    def __init__(self, make: Any) -> None:
+        self.kept = make()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": self.kept}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.kept = state["kept"]
+
+
+@pytest.mark.parametrize("make", GENERATORS.values(), ids=GENERATORS)
+@pytest.mark.parametrize("num_rehearsals", [0, 1])
+def test_generators_inside_of_the_state_go_on_in_a_newcomer_and_in_a_survivor(make: Any, num_rehearsals: int) -> None:
+    def job() -> tuple[Noisy, Remembering, TrainingState]:
+        model = torch.nn.Linear(2, 2)
+        optimizer, thing = Noisy(model.parameters(), make), Remembering(make)
+        return optimizer, thing, TrainingState([model], [optimizer], {"thing": thing}, rng=False)
+
+    owner, its_thing, state = job()
+    owner.step()
+    draw(its_thing.kept)
+    image = image_of(state)
+    kept = owner.own
+    expected = owner.step(), draw(its_thing.kept)
+    newcomer, thing, its_state = job()
+    for _ in range(num_rehearsals):
+        newcomer.step()
+    restore(state, image)
+    restore(its_state, image)
+    assert (owner.step(), draw(its_thing.kept)) == expected
+    assert (newcomer.step(), draw(thing.kept)) == expected
+    assert owner.own is kept
+
+
+def test_generator_of_a_class_of_the_programs_own_has_to_be_there() -> None:
+    class Own(random.Random):
+        pass
+
+    def job(value: Any) -> TrainingState:
+        model = torch.nn.Linear(2, 2)
+        return TrainingState(
+            [model], [torch.optim.SGD(model.parameters(), lr=0.1)], {}, rng=False, extra={"a": [value]}
+        )
+
+    image = image_of(job(Own(1)))
+    restore(job(Own(2)), image)
+    with pytest.raises(LeafError, match=r"extra/a/0: is a .*Own, and none is here"):
+        restore(job(None), image)
