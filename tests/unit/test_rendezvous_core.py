@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
 from core_bench import Bench, member, sent, view_of
 
 from rendezvous import events
@@ -54,7 +55,10 @@ def test_node_that_comes_to_another_run_is_told_and_says_so() -> None:
 
 def test_views_come_in_order_and_old_ones_change_nothing() -> None:
     bench = Bench()
-    assert Installed(view_of("ab", 3), True) in bench.hear(member("b"), Decided(view_of("ab", 3)))
+    effects = bench.hear(member("b"), Decided(view_of("ab", 3)))
+    assert Installed(view_of("ab", 3), True) in effects
+    assert sent(effects, Decided) == sent(effects, DecidedDelta) == [], "who has decided it tells it"
+    assert bench.status(member("b")) is Status.ALIVE, "members come with a view that were not known before"
     assert not any(isinstance(e, Installed) for e in bench.hear(member("b"), Decided(view_of("ab", 2)), nonce="nonce"))
     assert bench.core.view == view_of("ab", 3)
 
@@ -168,15 +172,17 @@ def test_verdict_on_a_heartbeat_is_taken() -> None:
     assert JobEnded(verdict) in bench.hear(member("b"), Ping(1, Beat(0, 0, verdict=verdict)))
 
 
-def test_after_the_verdict_nobody_proposes() -> None:
-    bench = Bench()
-    bench.know(member("b"))
-    bench.hear(member("b"), Decided(view_of("ab")))
-    bench.step(events.Declare(Verdict(0, "done", member("a").key)))
-    bench.hear(member("b"), Gossip((Update(member("b"), Status.GONE, 0, "", True, "x"),)), nonce="nonce")
-    effects = [e for t in range(40) for e in bench.step(events.Tick(), t / 4)]
-    assert sent(effects, Prepare) == []
-    assert not any(isinstance(e, Installed) for e in effects)
+@pytest.mark.parametrize("ended", [False, True])
+def test_after_the_verdict_nobody_proposes(ended: bool) -> None:
+    bench = Bench(num_nodes_min=1)
+    bench.know(member("b"), member("c"))
+    bench.hear(member("b"), Decided(view_of("abc")))
+    if ended:
+        bench.step(events.Declare(Verdict(0, "done", member("a").key)))
+    gone = Gossip((Update(member("c"), Status.GONE, 0, "", True, "x"),))
+    effects = bench.hear(member("b"), gone, nonce="nonce")
+    effects += [e for t in range(4) for e in bench.step(events.Tick(), t / 4)]
+    assert bool(sent(effects, Prepare)) is not ended
 
 
 def test_node_that_leaves_proposes_no_more_and_still_votes() -> None:

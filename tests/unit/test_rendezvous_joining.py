@@ -23,7 +23,7 @@ from rendezvous.messages import (
     Sync,
     Update,
 )
-from rendezvous.types import Change
+from rendezvous.types import Change, Member
 
 
 def test_join_is_answered_with_the_table_and_told_to_the_others() -> None:
@@ -36,9 +36,10 @@ def test_join_is_answered_with_the_table_and_told_to_the_others() -> None:
     assert [address for address, _ in sent(effects, Gossip)] == [member("b").address]
 
 
-def test_join_that_speaks_for_somebody_else_is_ignored() -> None:
+@pytest.mark.parametrize("sender", [member("b"), member("c", 2), member("c", 1, 9999)])
+def test_join_that_speaks_for_somebody_else_is_ignored(sender: Member) -> None:
     bench = Bench()
-    assert sent(bench.hear(member("b"), Join(member("c"))), Sync) == []
+    assert sent(bench.hear(sender, Join(member("c"))), Sync) == []
     assert member("c").key not in bench.core.membership.records
 
 
@@ -140,6 +141,14 @@ def test_name_of_a_live_member_at_another_address_is_refused() -> None:
     assert "its name is taken by a live member at 127.0.0.1:7098" in refused.reason
     assert sent(effects, Sync) == []
     assert member("b", 2).key not in bench.core.membership.records
+
+
+def test_name_of_a_silent_member_is_free_once_it_is_taken_for_dead() -> None:
+    bench = Bench()
+    bench.know(member("b"))
+    bench.core.membership.judge(member("b").key, Status.DEAD, "silent", 0.0)
+    assert sent(bench.hear(member("b", 2, 9999), Join(member("b", 2, 9999))), Sync)
+    assert bench.status(member("b", 2)) is Status.ALIVE
 
 
 @pytest.mark.parametrize("port", [9999, None])
