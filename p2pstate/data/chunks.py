@@ -21,6 +21,7 @@ import mmap
 import os
 import struct
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -44,6 +45,10 @@ _POLL_S = 0.002
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
+_open_copies: weakref.WeakSet[Copy] = weakref.WeakSet()
+_claims: set[int] = set()  # descriptors that hold one
+
+
 class NoRoomError(Exception):
     """There is no place for a copy: the message says why."""
 
@@ -59,12 +64,14 @@ class Copy:
         self._map = os.open(self._map_path, os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(self._map, fcntl.LOCK_SH)
         num_blocks = -(-identity.num_bytes // BLOCK_BYTES)
-        mapped = mmap.mmap(self._map, map_bytes(identity.num_bytes, chunk_bytes))
+        with self._map_path.open("r+b") as unlocked:  # the mapping keeps its file open, and must not keep the lock
+            mapped = mmap.mmap(unlocked.fileno(), map_bytes(identity.num_bytes, chunk_bytes))
         self._header = np.frombuffer(mapped, np.uint8, _HEADER_BYTES)
         self._states = np.frombuffer(mapped, np.uint8, self.num_chunks, _HEADER_BYTES)
         first = _HEADER_BYTES + self.num_chunks + -self.num_chunks % 8
         self._digests = np.frombuffer(mapped, "<u8", num_blocks, first)
         self._verified = bytearray(num_blocks)  # by this process
+        _open_copies.add(self)
 
     def has(self, chunk: int) -> bool:
         return bool(self._states[chunk])
@@ -84,6 +91,7 @@ class Copy:
     def claim(self, chunk: int) -> Iterator[bool]:
         """Whether this thread, of all processes' threads, is to fetch this chunk."""
         descriptor = os.open(f"/proc/self/fd/{self._map}", os.O_RDWR | os.O_CLOEXEC)  # a lock owner of its own
+        _claims.add(descriptor)
         try:
             lock = struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, _HEADER_BYTES + chunk, 1, 0)
             try:
@@ -95,6 +103,7 @@ class Copy:
             else:
                 yield not self.has(chunk)
         finally:
+            _claims.discard(descriptor)
             os.close(descriptor)
 
     def put(self, chunk: int, data: bytes) -> None:
@@ -156,6 +165,13 @@ class Copy:
         elif not self.is_replaced:
             self._header[_VERDICT_AT] = _SAME
 
+    def let_go(self) -> None:
+        """Without a lock from here on: it can be evicted, and still be read."""
+        if self._map >= 0:
+            unlocked = os.open(f"/proc/self/fd/{self._map}", os.O_RDWR | os.O_CLOEXEC)
+            os.dup2(unlocked, self._map, inheritable=False)
+            os.close(unlocked)
+
     def close(self) -> None:
         for descriptor in (self._data, self._map):
             if descriptor >= 0:
@@ -165,6 +181,18 @@ class Copy:
     def __del__(self) -> None:
         if hasattr(self, "_map"):
             self.close()
+
+
+def _let_go_of_all() -> None:
+    """In a process that was forked: locks are those of who forked it, and would outlast what that one closes."""
+    while _claims:
+        os.close(_claims.pop())
+    for copy in list(_open_copies):
+        with contextlib.suppress(OSError):
+            copy.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_of_all)
 
 
 class CopyFolder:

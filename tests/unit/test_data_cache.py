@@ -253,6 +253,30 @@ def test_cache_evicts_what_was_opened_longest_ago_and_never_what_is_open(tmp_pat
     held.close()
 
 
+def test_cache_evicts_what_was_closed_though_a_process_was_forked_while_it_was_open(tmp_path: Path) -> None:
+    urls = [put(f"counted://{name}", content(number)) for number, name in enumerate("ab")]
+    files = cache(tmp_path, max_bytes=SIZE)
+    file = files.open(urls[0])
+    assert file.read() == content(0)
+    settle()
+
+    def read_again() -> None:
+        file.seek(0)
+        os._exit(0 if file.read() == content(0) else 1)
+
+    child = FORK.Process(target=time.sleep, args=(SOON_S,))
+    child.start()
+    assert in_a_process(read_again) == 0  # what was open then can be read in the forked process, too
+    file.close()
+    before = COUNTERS["fetched_bytes"]
+    assert files.read(urls[1]) == content(1)
+    settle()
+    assert files.read(urls[1]) == content(1)
+    assert COUNTERS["fetched_bytes"] - before == SIZE  # it has a copy
+    child.kill()
+    child.join()
+
+
 def test_cache_keeps_count_over_processes_and_after_a_crash(tmp_path: Path) -> None:
     urls = [put(f"counted://{number}", content(number, size=CHUNK)) for number in range(30)]
 
