@@ -49,9 +49,12 @@ def measure(events: list[dict[str, Any]]) -> dict[int, Goodput]:
 
 
 def wall_s(events: list[dict[str, Any]], rank: int) -> float:
-    """From a rank's first process to the last that was measured, at the end of its script, by the events' own times."""
+    """From the start of a rank's node, or of its first process where there are no nodes, to the last that was measured,
+    at the end of its script, by the events' own times."""
     of_rank = [event for event in events if event.get("rank") == rank]
-    started = min(event["t"] for event in of_rank if event["event"] == "worker_started")
+    process = next(event for event in of_rank if event["event"] == "worker_started")
+    agents = [e["t"] for e in events if (e["event"], e["node"]) == ("agent_started", process["node"])]
+    started = min([process["t"], *agents])
     finished = max(event["t"] for event in of_rank if event["event"] == "finished")
     measured = max(event["clock"]["until"] for event in of_rank if "clock" in event)
     assert measured <= finished
