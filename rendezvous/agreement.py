@@ -33,6 +33,7 @@ from rendezvous.messages import (
     Status,
     ViewWanted,
 )
+from rendezvous.plain import MAX_COUNTER
 from rendezvous.types import Member, MemberKey, View
 from rendezvous.view_delta import apply_delta, delta_of
 from rendezvous.views import Sizes, has_quorum, make_view, plan_view, quorum_text
@@ -156,7 +157,7 @@ class Agreement:
     def propose(self, reasons: Callable[[Container[MemberKey]], list[str]], now: float) -> None:
         """Start a ballot. `reasons` is asked again, with the members that answered, when the promises are there."""
         self._reasons = reasons
-        self._highest_number += 1
+        self._highest_number = min(self._highest_number + 1, MAX_COUNTER)
         self.proposal = Proposal(Ballot(self._highest_number, self.me), now, now)
         self._send_requests(now)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from rendezvous.effects import Changed, Outbox
 from rendezvous.messages import Gossip, Status, Update
+from rendezvous.plain import MAX_COUNTER
 from rendezvous.suspicion import EXPECTED_CONFIRMATIONS, Suspicion
 from rendezvous.types import Change, Member, MemberChange, MemberKey, Role
 
@@ -230,7 +231,7 @@ class Membership:
             self.own.status, self.own.reason = max(self.own.status, update.status), update.reason
             self._enter(self.own)
             return True
-        if update.refutation >= self.own.refutation:
+        if self.own.refutation <= update.refutation < MAX_COUNTER:
             self._withdraw(self.own)
             self.own.refutation = update.refutation + 1
             self._enter(self.own)

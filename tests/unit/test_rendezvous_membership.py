@@ -10,6 +10,7 @@ import pytest
 from rendezvous.effects import Changed, Effect, Outbox, Send
 from rendezvous.membership import BROADCAST_LIMIT, Membership
 from rendezvous.messages import Gossip, Status, Update
+from rendezvous.plain import MAX_COUNTER
 from rendezvous.types import Change, Member, Role
 
 
@@ -122,6 +123,14 @@ def test_final_word_about_oneself_is_taken_and_not_refuted() -> None:
     membership.apply(news("a", G, 0, proof=True), 1.0)
     assert membership.own.status is G
     assert membership.own.refutation == 0
+
+
+def test_number_that_cannot_be_outbid_does_not_make_a_member_say_what_nobody_understands() -> None:
+    membership, _ = table()
+    membership.apply(news("a", S, MAX_COUNTER), 1.0)
+    assert membership.own.refutation == 0
+    membership.apply(news("a", S, MAX_COUNTER - 1), 1.0)
+    assert membership.own.refutation == MAX_COUNTER
 
 
 def test_independent_accusers_are_counted_and_the_same_one_is_no_news() -> None:
