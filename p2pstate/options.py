@@ -10,11 +10,10 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 
-from rendezvous.config import PRESETS, Config
+from rendezvous.config import PRESETS, Config, check_exposure
 from rendezvous.discovery import is_literal, local_binds, names_loopback
 from rendezvous.keys import read_key_file
 from rendezvous.types import Role
-from rendezvous.zmq_transport import check_exposure
 
 __all__ = [
     "HelpFormatter",

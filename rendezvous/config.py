@@ -6,6 +6,7 @@ and `Timing`, the ladder of every timeout, derived from two numbers. Invariants:
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import shlex
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rendezvous.interfaces import interface_host
-from rendezvous.keys import check_key, key_from_hex, read_key_file
+from rendezvous.keys import HOW_TO_MAKE_ONE, check_key, key_from_hex, read_key_file
 from rendezvous.plain import MAX_NAME_CHARS
 from rendezvous.types import Role, join_address
 
@@ -204,6 +205,22 @@ class Config:
             variables = ", ".join(_ENV_PREFIX + name.upper() for name in missing)
             raise ValueError(f"{', '.join(missing)} must be given, as arguments or as {variables}")
         return Config(**arguments)
+
+
+def check_exposure(config: Config) -> None:
+    """ValueError unless the bind address is loopback, a key is set, or the caller said `insecure`."""
+    host, _ = split_endpoint(config.bind, "bind", any_port=True)
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = host == "localhost"
+    if config.key is None and not loopback and not config.insecure:
+        raise ValueError(
+            f"bind {config.bind!r} can be reached from other hosts and no key is set: whoever reaches it could join or "
+            f"end the run. Give every node the same key, {HOW_TO_MAKE_ONE} and name it with P2PSTATE_KEY_FILE or "
+            "--key-file; or say that everybody in this network may (--insecure, insecure=True). Where all nodes are on "
+            "this host, let each bind 127.0.0.1:0"
+        )
 
 
 def _at_interface(iface: str, bind: str | None, advertise: str | None) -> dict[str, Any]:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import select
 import socket
 import struct
@@ -31,9 +30,9 @@ import zmq
 import zmq.utils.z85
 
 from rendezvous.channel import NO_DESCRIPTOR
-from rendezvous.config import Config, split_endpoint
+from rendezvous.config import Config, check_exposure, split_endpoint
 from rendezvous.discovery import bind_address, own_address
-from rendezvous.keys import HOW_TO_MAKE_ONE, derive_keys
+from rendezvous.keys import derive_keys
 from rendezvous.open_files import allow_open_files
 from rendezvous.transport import Incoming
 from rendezvous.types import RendezvousError, split_address
@@ -76,22 +75,6 @@ class Counters:
     queue_full: int = 0
     no_descriptor: int = 0
     unauthorised: int = 0
-
-
-def check_exposure(config: Config) -> None:
-    """ValueError unless the bind address is loopback, a key is set, or the caller said `insecure`."""
-    host, _ = split_endpoint(config.bind, "bind", any_port=True)
-    try:
-        loopback = ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = host == "localhost"
-    if config.key is None and not loopback and not config.insecure:
-        raise ValueError(
-            f"bind {config.bind!r} can be reached from other hosts and no key is set: whoever reaches it could join or "
-            f"end the run. Give every node the same key, {HOW_TO_MAKE_ONE} and name it with P2PSTATE_KEY_FILE or "
-            "--key-file; or say that everybody in this network may (--insecure, insecure=True). Where all nodes are on "
-            "this host, let each bind 127.0.0.1:0"
-        )
 
 
 def has_curve() -> bool:
