@@ -9,6 +9,7 @@ the undisturbed run does not draw.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -49,6 +50,7 @@ class Feed:
         self._position = position
         self._iterator: Iterator[Any] | None = None
         self._ahead: tuple[Any, ...] | None = None  # taken by look_for_end
+        self._start: tuple[int, Any] | None = None  # of a rehearsal: batches taken until then, the data's position
 
     def check(self, train_step: Callable[..., Any]) -> None:
         """Raises ValueError if it cannot be called with what `next` returns."""
@@ -104,6 +106,19 @@ class Feed:
                 self.next()
         except StopIteration:
             self.ended()
+
+    def rehearsal_begins(self) -> None:
+        """From here on batches are only borrowed: the position is restored when the rehearsal is over."""
+        if self._data is not None:
+            self._start = self.num_batches, copy.deepcopy(self._data.state_dict())
+
+    def rewind(self) -> bool:
+        """The data ended in a rehearsal: borrow the same batches again. False: there were none."""
+        if self._start is None or self.num_batches == self._start[0]:
+            return False
+        self._start = self.num_batches, self._start[1]
+        self._data.load_state_dict(copy.deepcopy(self._start[1]))
+        return True
 
     def ended(self) -> None:
         """The data ended here: the next batch begins a new pass over it."""

@@ -164,6 +164,8 @@ class Loop:
         """The arguments of one block per turn, until ``steps`` steps are committed or the data ends."""
         context = self._context
         self._enter_loop()
+        if context.must_join and not context.passes_by:
+            self._feed.rehearsal_begins()
         last = None if steps is None else self._counting.before + steps
         done, code, self._closing = context.passes_by, looping_code(), False
         try:
@@ -192,7 +194,8 @@ class Loop:
                 except StopIteration:
                     self._feed.ended()
                     if context.must_join:
-                        self._rehearsals.end()
+                        if not self._feed.rewind():
+                            self._rehearsals.end()
                     else:
                         done = self._end.data_ended(context.epoch, self.step, self._feed.num_batches)
                     continue

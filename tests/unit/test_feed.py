@@ -93,3 +93,29 @@ def test_functions_with_defaults_and_built_in_ones_are_taken() -> None:
     for data in (None, [1]):
         Feed(data, LoopPosition()).check(lambda batch=None, *, scale=1.0: batch)
         Feed(data, LoopPosition()).check(dict)
+
+
+class Restorable(Data):
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
+def test_rehearsal_goes_on_with_the_same_batches_when_the_data_ends() -> None:
+    data = Restorable(5)
+    data.position = 2
+    feed = Feed(data, LoopPosition())
+    feed.rehearsal_begins()
+    for _ in range(3):
+        assert [taken(feed) for _ in range(3)] == [3, 4, 5]
+        with pytest.raises(StopIteration):
+            feed.next()
+        feed.ended()
+        assert feed.rewind()
+    empty = Feed(Restorable(0), LoopPosition())
+    empty.rehearsal_begins()
+    with pytest.raises(StopIteration):
+        empty.next()
+    assert not empty.rewind(), "without a batch there is nothing to go on with"
