@@ -135,6 +135,24 @@ def test_acceptor_tells_what_it_accepted_to_the_next_proposer() -> None:
     assert answer.accepted == Accepted(ballot(5, "b"), value)
 
 
+def test_what_was_accepted_for_an_epoch_is_no_value_for_the_next_one() -> None:
+    bench = Bench(view_of("abc"), "bc")
+    value = view_of("abc", 2)
+    bench.hear("b", Accept(2, ballot(5, "b"), value))
+    bench.agreement.install(value)
+    ((_, answer),) = bench.hear("c", Prepare(3, ballot(1, "c")))
+    assert answer == Promise(3, ballot(1, "c"), True, None, {"of": "a"})
+
+
+def test_rejected_proposer_need_not_wait_once_the_epoch_is_decided() -> None:
+    bench = Bench(view_of("abc"), "bc")
+    number = bench.propose()
+    bench.hear("b", Reject(2, number, ballot(7, "b")))
+    assert bench.agreement.retry_s > 0
+    bench.agreement.install(view_of("abc", 2))
+    assert bench.agreement.retry_s == 0
+
+
 def test_request_that_names_only_what_changes_is_accepted_as_the_whole_view() -> None:
     bench = Bench(view_of("abc"), "bc")
     value = view_of("ab", 2)
