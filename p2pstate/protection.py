@@ -174,6 +174,10 @@ class Protection:
         if captured is not None and self._course.captured is None:
             self._give_up(captured)
 
+    def look(self) -> Collected:
+        """The state as it is now; leaves that should be alike and are not are this rank's own."""
+        return self.replicas.applied(self._state.collect())
+
     def _give_up(self, version: Version) -> None:
         """Ranks have begun to train apart: of the next version they ship what differs."""
         self.replicas.reconfirm()
@@ -214,7 +218,7 @@ class Protection:
         version, keep = Version(epoch, step), self._course.kept
         began = self._capture_began = time.monotonic()
         with METER.inside("protection"):
-            collected = self.replicas.applied(self._state.collect())
+            collected = self.look()
             if STATUS.error is not None:
                 return  # an object's state_dict may have used a collective, and got an echo
             set_aside = self._saving is not None and self._saving.captures(version)

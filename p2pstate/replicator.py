@@ -252,7 +252,7 @@ class Replicator:
         info = context.info
         return describe(
             context.rank,
-            leaf_groups(self._state.collect(), self._state.parameter_names(), context.places),
+            leaf_groups(self._loop.protection.look(), self._state.parameter_names(), context.places),
             [f"place {place}" for place in context.places] if info is None else [w.node for w in info.workers],
             [RankNeed(*sizes) for sizes in context.sizes_of_all or [context.sizes] * context.world_size],
             copies=settings.copies,

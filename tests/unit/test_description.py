@@ -8,6 +8,7 @@ import torch
 
 from p2pstate.description import LeafGroup, describe, leaf_groups
 from p2pstate.memory_need import RankNeed
+from p2pstate.replicas import Replicas
 from p2pstate.slots import slot_bytes
 from p2pstate.state import Collected, Leaf
 
@@ -39,6 +40,14 @@ def test_leaves_are_grouped_by_kind_and_by_who_holds_them() -> None:
         LeafGroup("rng", 1, 5, 5),
         LeafGroup("plain values", 1, 8, 8),
     )
+
+
+def test_leaf_that_should_be_alike_and_is_not_is_held_by_nobody_else() -> None:
+    leaves = [Leaf("model/weight", torch.zeros(6, dtype=torch.uint8), (0, 2))]
+    replicas = Replicas(0, every=0)
+    replicas.adopt([[0, [[[0, 2], "model/weight"]]]])
+    found = leaf_groups(replicas.applied(Collected(leaves, b"", {})), {"model/weight"}, [0, 0, 1, 1])
+    assert found[0] == LeafGroup("parameters", 1, 6, 6)
 
 
 def test_loss_of_a_node_with_a_partner_is_survived_from_there() -> None:
