@@ -109,7 +109,8 @@ Layout, from the top down (a file imports only what stands above it):
     durable/keys.py
     durable/division.py     pure: who writes what
     durable/catalog.py      what is on disk, and what of it is good
-    durable/dcp_write.py
+    durable/dcp_write.py    slots -> files
+    durable/publish.py      all nodes' files -> a checkpoint
     durable/dcp_read.py
     durable/resize.py       pure: a checkpoint for another number of ranks
     durable/session.py      pure: one save, as one node sees it

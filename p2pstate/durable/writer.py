@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from p2pstate.durable.catalog import delete, list_checkpoints, next_name, to_delete, written_by_others
-from p2pstate.durable.dcp_write import SaveFailed, publish_checkpoint, write_shares
+from p2pstate.durable.dcp_write import SaveFailed, write_shares
 from p2pstate.durable.division import Share
 from p2pstate.durable.manifest import METADATA
+from p2pstate.durable.publish import publish_checkpoint
 from p2pstate.durable.remote import open_storage
 from p2pstate.durable.storage import Storage
 from p2pstate.slots import Slot

@@ -13,9 +13,10 @@ import torch
 
 from p2pstate.capture import Capturer
 from p2pstate.durable.catalog import Found, find
-from p2pstate.durable.dcp_write import publish_checkpoint, write_shares
+from p2pstate.durable.dcp_write import write_shares
 from p2pstate.durable.division import divide_version
 from p2pstate.durable.manifest import Manifest
+from p2pstate.durable.publish import publish_checkpoint
 from p2pstate.durable.storage import Directory, Storage
 from p2pstate.slots import Slot, digest_of
 from p2pstate.state import Collected, Leaf

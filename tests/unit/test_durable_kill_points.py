@@ -16,7 +16,7 @@ from fsspec.registry import register_implementation
 from object_store import ObjectStore
 from torch.distributed.checkpoint import filesystem
 
-from p2pstate.durable import dcp_write, writer
+from p2pstate.durable import dcp_write, publish, writer
 from p2pstate.durable.catalog import damaged_files, list_checkpoints
 from p2pstate.durable.dcp_read import Reader
 from p2pstate.durable.division import divide_version
@@ -52,7 +52,7 @@ POINTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "mid-file": (filesystem, "_write_item", second_call(filesystem._write_item)),
     "after write, before its table": (dcp_write, "_store_table", die),
     "after all wrote": (writer, "publish_checkpoint", die),
-    "before the marker": (dcp_write, "_store_as_is", before(METADATA, dcp_write._store_as_is)),
+    "before the marker": (publish, "_store_as_is", before(METADATA, publish._store_as_is)),
     "between marker and retention": (writer, "to_delete", die),
 }
 LEAD_ONLY = ("after all wrote", "before the marker", "between marker and retention")
