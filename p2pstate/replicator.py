@@ -345,7 +345,7 @@ def _policy(
         every_steps=None if isinstance(every, timedelta) else every,
         every_s=every.total_seconds() if isinstance(every, timedelta) else None,
         keep=keep,
-        stage="" if stage is None else os.path.abspath(stage),
+        stage="" if stage is None else os.path.abspath(local_path(os.fspath(stage))),
     )
 
 

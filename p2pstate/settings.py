@@ -20,7 +20,7 @@ __all__ = ["Asked", "CheckpointPolicy", "Settings"]
 @dataclass(frozen=True, slots=True)
 class CheckpointPolicy:
     """``every_steps`` or ``every_s``: how often a version is written below ``path``, a directory or a URL; ``keep``
-    complete ones stay. ``stage``: see durable/remote.py.
+    complete ones stay. ``stage``: each node's own folder, see durable/remote.py.
 
     Raises ValueError for a value that has no meaning.
     """
@@ -117,7 +117,11 @@ class Settings:
             )
 
     def pack(self) -> dict[str, Any]:
-        return asdict(self)
+        """What all ranks are to ask for alike: not the stage, which each node may have elsewhere."""
+        packed = asdict(self)
+        if self.checkpoint is not None:
+            del packed["checkpoint"]["stage"]
+        return packed
 
     def check_same(self, rank: int, theirs: dict[str, Any], their_rank: int) -> None:
         """Raises ConfigError when this rank and another one ask for different things."""

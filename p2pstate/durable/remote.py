@@ -38,14 +38,18 @@ def is_url(where: str) -> bool:
 
 
 def local_path(where: str) -> Path:
-    """Of what :func:`is_url` does not call a URL."""
-    return Path(where.removeprefix(_LOCAL[0]).removeprefix(_LOCAL[1]))
+    """Of what :func:`is_url` does not call a URL; ``~`` is a user's home. Raises ValueError for one without a home."""
+    path = os.path.expanduser(where.removeprefix(_LOCAL[0]).removeprefix(_LOCAL[1]))
+    if path.startswith("~"):
+        raise ValueError(f"{where!r}: no user of that name has a home here; for a folder of that name write ./{path}")
+    return Path(path)
 
 
 def open_storage(where: str, stage: str = "") -> Storage:
     """``where``: a directory or a URL; ``stage``: a local folder for files on their way to a URL (else below TMPDIR).
 
-    Raises ValueError when no file system is known for the URL, ImportError when a package for it is missing.
+    Raises ValueError when no file system is known for the URL, or nobody's home is meant by ``~``; ImportError when a
+    package is missing.
     """
     if not is_url(where):
         return Directory(local_path(where))

@@ -82,11 +82,12 @@ class ReplicatedCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The weights of the newest complete checkpoint. Raises FileNotFoundError when there is none, OSError when it
         is damaged."""
-        if not os.path.isdir(path):
+        folder = os.path.abspath(os.path.expanduser(path))
+        if not os.path.isdir(folder):
             return dict(super().load_checkpoint(path, *args, **kwargs))
-        place, name = os.path.split(os.path.abspath(path))
+        place, name = os.path.split(folder)
         candidates = [each for each in list_checkpoints(open_storage(place)) if each.name == name]
-        candidates = candidates or list_checkpoints(open_storage(str(path)))
+        candidates = candidates or list_checkpoints(open_storage(folder))
         complete = [each for each in candidates if not each.problem]
         if not complete:
             reasons = "; ".join(f"{each.name}: {each.problem}" for each in candidates)

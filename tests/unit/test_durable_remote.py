@@ -24,6 +24,7 @@ from p2pstate.durable.manifest import METADATA
 from p2pstate.durable.remote import RemoteStorage, open_storage
 from p2pstate.durable.resume import load
 from p2pstate.durable.storage import Directory
+from p2pstate.replicator import _policy
 
 NAMES = ("000001-step10", "000002-step20")
 
@@ -158,3 +159,12 @@ def test_what_cannot_be_opened_says_what_is_missing(
 
 def test_file_url_is_a_directory(tmp_path: Path) -> None:
     assert open_storage(f"file://{tmp_path}") == open_storage(f"local://{tmp_path}") == Directory(tmp_path)
+
+
+def test_tilde_is_the_home_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_storage("~/ck") == open_storage("file://~/ck") == Directory(tmp_path / "ck")
+    policy = _policy("~/ck", 10, 2, Path("~/stage"))
+    assert (policy.path, policy.stage) == (str(tmp_path / "ck"), str(tmp_path / "stage"))
+    with pytest.raises(ValueError, match=r"no user of that name has a home here; for .* write \./~noone-at-all/ck"):
+        open_storage("~noone-at-all/ck")

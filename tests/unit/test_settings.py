@@ -61,6 +61,8 @@ def test_checkpoint_policy_refuses_what_has_no_meaning(policy: tuple[Any, ...], 
 
 def test_ranks_with_the_same_settings_agree() -> None:
     Settings(copies=2).check_same(1, Settings(copies=2).pack(), 0)
+    one, other = (Settings(checkpoint=CheckpointPolicy("s3://b/run", 1, None, 1, stage)) for stage in ("/a", "/b"))
+    one.check_same(1, other.pack(), 0)  # each node may stage elsewhere
 
 
 def test_rank_with_other_settings_is_named_with_both() -> None:
