@@ -4,9 +4,11 @@ Flows in: calls of torch and of user code, from any thread. Flows out: requests 
 Invariants: nothing but DistStoreError (or a subclass) is raised, because torch's own barriers do not survive other
 errors; the timeout is read at every operation, because a prefix store changes it behind Python's back; below zero it
 means no limit, as in torch's own stores, and so does what is too long for C++, which torch turns into such a number.
-Limits: torch's PrefixStore passes neither queues nor `list_keys` on to a store written in Python. A value that is
-popped for a caller whose time is just over is lost. Stores are never freed: groups keep only the C++ half alive, so
-every Python half made here stays in a list (one for each epoch and clone, a few hundred bytes each).
+Limits: TCPStore reads an empty value for a key that has only a queue, or that was deleted while `multi_get` waited for
+another one; here reads wait until somebody sets it. torch's PrefixStore passes neither queues nor `list_keys` on to a
+store written in Python. A value that is popped for a caller whose time is just over is lost. Stores are never freed:
+groups keep only the C++ half alive, so every Python half made here stays in a list (one for each epoch and clone, a few
+hundred bytes each).
 """
 
 from __future__ import annotations

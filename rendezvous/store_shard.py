@@ -2,16 +2,16 @@
 
 Flows in: operations with a caller's token and a deadline. Flows out: replies, at once or when a key appears.
 Invariants: every call is answered exactly once: done, failed, timed out or ended; operations take effect in the order
-in which they come in; a blocked call holds no place in that order; what a write costs does not grow with the number of
-calls that wait for other keys.
+in which they come in; a blocked call holds no place in that order; `wait` ends when each key was there once, as with
+TCPStore, a read when all are there; what a write costs does not grow with the number of calls that wait for other keys.
 Limits: nothing is replicated or kept: a shard lives as long as its round. Sizes are bounded by the constants below.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from rendezvous.types import StoreReply
@@ -32,26 +32,28 @@ class _Refused(ValueError):
 
 @dataclass(slots=True)
 class _Waiting:
-    """A blocked call: what it waits for and is answered with then. The first `num_seen` keys were there once."""
+    """A blocked call: what it waits for and is answered with then."""
 
     keys: tuple[str, ...]
     deadline_s: float
     is_there: Callable[[str], bool]
     result: Callable[[], Any]
-    num_seen: int = 0
+    reads: bool = True  # all keys at once: what was there once and is deleted is waited for again
+    missing: set[str] = field(default_factory=set)
 
-    @property
-    def next_key(self) -> str:
-        return self.keys[self.num_seen]
+    def look(self) -> None:
+        """Which keys are not there now."""
+        self.missing = {key for key in self.keys if not self.is_there(key)}
 
-    def is_ready(self) -> bool:
-        """Looks on where it stopped; at the end once more from the beginning, because keys may have been deleted."""
-        for start in (self.num_seen, 0) if self.num_seen else (0,):
-            for index in range(start, len(self.keys)):
-                if not self.is_there(self.keys[index]):
-                    self.num_seen = index
-                    return False
-        return True
+    def look_again(self, written: str) -> Collection[str]:
+        """`written` may be there now. -> Which keys must be waited for anew."""
+        if not self.is_there(written):
+            return (written,)
+        self.missing.discard(written)
+        if self.reads and not self.missing:
+            self.look()
+            return self.missing
+        return ()
 
 
 class StoreShard:
@@ -62,7 +64,7 @@ class StoreShard:
         self._queues: dict[str, deque[bytes]] = {}  # none is empty
         self._num_bytes = 0
         self._waiting: dict[Token, _Waiting] = {}
-        self._waiting_for: dict[str, dict[Token, None]] = {}  # by their next key, oldest first; none is empty
+        self._waiting_for: dict[str, dict[Token, None]] = {}  # by each missing key, oldest first; none is empty
         self._due_s = float("inf")  # no call's deadline is earlier
         self._ended = False
 
@@ -104,7 +106,7 @@ class StoreShard:
         replies: Replies = []
         for token, waiting in late:
             self._stop_waiting(token)
-            missing = [key for key in waiting.keys if not waiting.is_there(key)]
+            missing = [key for key in waiting.keys if key in waiting.missing]
             text = f"nobody set {', '.join(map(repr, missing[:3]))}{' and others' if len(missing) > 3 else ''} in time"
             replies.append((token, StoreReply(False, error=text, timed_out=True)))
         self._due_s = min((waiting.deadline_s for waiting in self._waiting.values()), default=float("inf"))
@@ -142,7 +144,7 @@ class StoreShard:
                 wanted = _key(key)
                 return _Waiting((wanted,), deadline_s, self._queues.__contains__, lambda: self._pop(wanted))
             case "wait", [list() as keys]:
-                return _Waiting(tuple(map(_key, keys)), deadline_s, self._holds, lambda: None)
+                return _Waiting(tuple(map(_key, keys)), deadline_s, self._holds, lambda: None, reads=False)
         return None
 
     def _at_once(self, op: str, args: list[Any]) -> tuple[Any, list[str]]:
@@ -238,12 +240,13 @@ class StoreShard:
 
     def _block(self, token: Token, waiting: _Waiting, now: float) -> Replies:
         """Answer now if it can be, else when it can."""
-        if waiting.is_ready():
+        waiting.look()
+        if not waiting.missing:
             return [(token, StoreReply(True, waiting.result()))]
         if len(self._waiting) >= MAX_WAITING:
             raise _Refused("too many calls wait already")
         self._waiting[token] = waiting
-        self._waiting_for.setdefault(waiting.next_key, {})[token] = None
+        self._wait_for(waiting.missing, token)
         self._due_s = min(self._due_s, waiting.deadline_s)
         return self.expire(now) if waiting.deadline_s <= now else []
 
@@ -253,19 +256,22 @@ class StoreShard:
         for key in keys:
             for token in self._waiting_for.pop(key, ()):
                 waiting = self._waiting[token]
-                if waiting.is_ready():
+                self._wait_for(waiting.look_again(key), token)
+                if not waiting.missing:
                     del self._waiting[token]
                     replies.append((token, StoreReply(True, waiting.result())))
-                else:
-                    self._waiting_for.setdefault(waiting.next_key, {})[token] = None
         return replies
 
+    def _wait_for(self, keys: Iterable[str], token: Token) -> None:
+        for key in keys:
+            self._waiting_for.setdefault(key, {})[token] = None
+
     def _stop_waiting(self, token: Token) -> None:
-        key = self._waiting.pop(token).next_key
-        tokens = self._waiting_for[key]
-        del tokens[token]
-        if not tokens:
-            del self._waiting_for[key]
+        for key in self._waiting.pop(token).missing:
+            tokens = self._waiting_for[key]
+            del tokens[token]
+            if not tokens:
+                del self._waiting_for[key]
 
 
 def _key(value: object) -> str:

@@ -172,6 +172,25 @@ def test_wait_ends_when_all_keys_are_there_and_not_before(stores: list[dist.Stor
     stores[0].wait([])
 
 
+def test_wait_is_over_for_a_key_that_was_there_once_though_it_is_deleted_meanwhile(
+    stores: list[dist.Store], key: str
+) -> None:
+    keys = [f"{key}{index}" for index in range(6)]  # several of one owner
+    for name in keys[:2]:
+        stores[0].set(name, "")
+
+    def come_and_go() -> None:
+        time.sleep(0.2)
+        for name in keys[1:-1][::-1]:
+            stores[1].set(name, "")
+            settle(stores[1:])
+        for name in keys[:-1]:
+            assert stores[2].delete_key(name)
+        stores[2].set(keys[-1], "")
+
+    soon(lambda: stores[0].wait(keys), lambda: stores[1].clone().wait(keys), come_and_go)
+
+
 def test_counter_begins_at_zero_may_be_negative_and_is_read_as_text(stores: list[dist.Store], key: str) -> None:
     assert stores[0].add(key, 0) == 0
     assert stores[1].add(key, 5) == 5
