@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from p2pstate.agent.chaos import Chaos
@@ -66,66 +66,78 @@ class Agent:
     """rendezvous.types.Application and agent.supervisor.Listener in one."""
 
     def __init__(self, config: Config, job: Job) -> None:
-        self._config = config
-        self._job = job
-        self._name = config.name
-        self._writer = Writer()
-        if job.log_dir is not None:
-            os.makedirs(job.log_dir, exist_ok=True)
-        self.events = EventLog(config.name, job.run_dir, self._writer, quiet=job.quiet)
-        if job.otel:
-            self.events.spans = IncidentSpans(config.run_id, config.name)
-        self._vault = Vault(config.name)
-        cuttable = CutTransport(ZmqTransport(config)) if job.chaos else None
-        self.node = Node(config, self, transport=cuttable)
-        self._supervisor = Supervisor(
-            self.node, self, self._writer, name=config.name, log_dir=job.log_dir, quiet=job.quiet
-        )
-        self._chaos: Chaos | None = None
-        if cuttable is not None:
-            self._chaos = Chaos(self.node, cuttable, self._supervisor, self._vault, self._injected)
-        self._journals = Journals(self.node)
-        self._rehearsals = Rehearsals(self._supervisor, self.events, job, self._journals)
-        self._ranks = Ranks(self.node, self._supervisor, self.events, self._rehearsals, self._journals, job, self)
-        self._watchdog = Watchdog(
-            self.node, self._supervisor, self.events, floor_s=job.hang_floor_s, on_stuck=self._ranks.want_round
-        )
-        self._ranks.on_over = self._watchdog.over
-        self._pausing = Pausing(self.node, self._supervisor)
-        self._view: View | None = None
-        self._saves = Saves(
-            self.node, self._supervisor.helpers, self._supervisor.tell_ranks, self._vault, self.events, config.name
-        )
-        lineage = self._ranks.state.lineage
-        self._draining = Draining(self.node, self._vault, self.events, self._saves, lineage, config.name)
-        self._resizing = Resizing(self.node, config, self._draining, self._ranks.start_all_over)
-        self._requests = Requests(self.node, self._supervisor.tell, self._vault, lineage)
-        self._data_ends = DataEnds(self.node, self._supervisor.tell_ranks)
-        self._completion = Completion(
-            self.node,
-            self._ranks.all_finished,
-            lambda: self.declare(0, "finished: every rank's script ended well"),
-        )
-        self._early_deaths = 0
-        self._weaknesses = Weaknesses(self.events)
-        self._waiting = Waiting(self.node)
-        self.verdict: Verdict | None = None
-        self._site = Site(self.node, self.events, self._status)
-        if job.http is not None:
-            self._site.serve(job.http, job.http_token)
-        self._handlers: dict[str, Callable[..., None]] = {
-            **self._requests.handlers,
-            **self._data_ends.handlers,
-            **self._ranks.handlers,
-            "rehearsed": self._rehearsals.on_rehearsed,
-            "copies": lambda worker, copies, lean: self._weaknesses.on_copies(copies, lean),
-            "checkpoint": lambda worker, **target: self._saves.configure(**target),
-            "save_late": lambda worker, version, seconds: self._saves.late(version, seconds),
-            "save": lambda worker, version, final: self._saves.ready(worker.rank, version, final, self._ranks.mine),
-            "paused": self._pausing.over,
-            "journal": lambda worker, packed: self._journals.from_worker(worker.rank, packed),
-        }
-        self._health = HealthFile(job.health_file, self.node, self._describe) if job.health_file else None
+        with ExitStack() as opened:  # when something cannot be made, what was made before is closed
+            self._config = config
+            self._job = job
+            self._name = config.name
+            self._writer = Writer()
+            opened.callback(self._writer.close)
+            if job.log_dir is not None:
+                os.makedirs(job.log_dir, exist_ok=True)
+            self.events = EventLog(config.name, job.run_dir, self._writer, quiet=job.quiet)
+            opened.callback(self.events.close)
+            if job.otel:
+                self.events.spans = IncidentSpans(config.run_id, config.name)
+            self._vault = Vault(config.name)
+            opened.callback(self._vault.close)
+            transport = ZmqTransport(config)
+            opened.callback(transport.close, 0.0)
+            cuttable = CutTransport(transport) if job.chaos else None
+            self.node = Node(config, self, transport=cuttable or transport)
+            opened.callback(self.node.close)
+            self._supervisor = Supervisor(
+                self.node, self, self._writer, name=config.name, log_dir=job.log_dir, quiet=job.quiet
+            )
+            opened.callback(self._supervisor.close)
+            self._chaos: Chaos | None = None
+            if cuttable is not None:
+                self._chaos = Chaos(self.node, cuttable, self._supervisor, self._vault, self._injected)
+            self._journals = Journals(self.node)
+            self._rehearsals = Rehearsals(self._supervisor, self.events, job, self._journals)
+            self._ranks = Ranks(self.node, self._supervisor, self.events, self._rehearsals, self._journals, job, self)
+            self._watchdog = Watchdog(
+                self.node, self._supervisor, self.events, floor_s=job.hang_floor_s, on_stuck=self._ranks.want_round
+            )
+            self._ranks.on_over = self._watchdog.over
+            self._pausing = Pausing(self.node, self._supervisor)
+            self._view: View | None = None
+            self._saves = Saves(
+                self.node, self._supervisor.helpers, self._supervisor.tell_ranks, self._vault, self.events, config.name
+            )
+            lineage = self._ranks.state.lineage
+            self._draining = Draining(self.node, self._vault, self.events, self._saves, lineage, config.name)
+            self._resizing = Resizing(self.node, config, self._draining, self._ranks.start_all_over)
+            self._requests = Requests(self.node, self._supervisor.tell, self._vault, lineage)
+            self._data_ends = DataEnds(self.node, self._supervisor.tell_ranks)
+            self._completion = Completion(
+                self.node,
+                self._ranks.all_finished,
+                lambda: self.declare(0, "finished: every rank's script ended well"),
+            )
+            self._early_deaths = 0
+            self._weaknesses = Weaknesses(self.events)
+            self._waiting = Waiting(self.node)
+            self.verdict: Verdict | None = None
+            self._site = Site(self.node, self.events, self._status)
+            opened.callback(self._site.close)
+            if job.http is not None:
+                self._site.serve(job.http, job.http_token)
+            self._handlers: dict[str, Callable[..., None]] = {
+                **self._requests.handlers,
+                **self._data_ends.handlers,
+                **self._ranks.handlers,
+                "rehearsed": self._rehearsals.on_rehearsed,
+                "copies": lambda worker, copies, lean: self._weaknesses.on_copies(copies, lean),
+                "checkpoint": lambda worker, **target: self._saves.configure(**target),
+                "save_late": lambda worker, version, seconds: self._saves.late(version, seconds),
+                "save": lambda worker, version, final: self._saves.ready(worker.rank, version, final, self._ranks.mine),
+                "paused": self._pausing.over,
+                "journal": lambda worker, packed: self._journals.from_worker(worker.rank, packed),
+            }
+            self._health = HealthFile(job.health_file, self.node, self._describe) if job.health_file else None
+            if self._health is not None:
+                opened.callback(self._health.close)
+            self._opened = opened.pop_all()
 
     def run(self) -> int:
         """Until the run's verdict; returns the exit code. No process or memory of this node is left afterwards."""
@@ -145,14 +157,7 @@ class Agent:
             if total.wall_s > 0:
                 says = f"this node's ranks: {total.sentence()}" if total.ratio > 0 else ""  # of no steps: nothing
                 self.events.emit("goodput", says, seconds=dict(total.seconds))
-            self._site.close()
-            self._supervisor.close()
-            if self._health is not None:
-                self._health.close()
-            self.node.close()
-            self._vault.close()
-            self.events.close()
-            self._writer.close()
+            self._opened.close()
             if self._writer.num_lost_bytes:
                 lost = f"{self._writer.num_lost_bytes} bytes of logs and events were lost"
                 why = self._writer.last_error or "it could not be written fast enough"

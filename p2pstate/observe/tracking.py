@@ -21,15 +21,15 @@ Tracker = Callable[[int, Mapping[str, float]], None]  # (step, name -> value)
 
 class Tracking:
     def __init__(self) -> None:
-        self._trackers: dict[Tracker, int] = {}  # every so many steps
+        self._trackers: list[tuple[Tracker, int]] = []  # every so many steps
 
     def add(self, tracker: Tracker, every: int) -> None:
         if every < 1:
             raise ValueError(f"every={every}: a tracker is told every 1 or more steps")
-        self._trackers[tracker] = every
+        self._trackers.append((tracker, every))
 
     def committed(self, step: int, values: Callable[[], Mapping[str, float]]) -> None:
-        due = [tracker for tracker, every in self._trackers.items() if step % every == 0]
+        due = [tracker for tracker, every in self._trackers if step % every == 0]
         if not due:
             return
         found = values()
@@ -37,7 +37,7 @@ class Tracking:
             try:
                 tracker(step, found)
             except Exception as error:
-                del self._trackers[tracker]
+                self._trackers = [kept for kept in self._trackers if kept[0] is not tracker]
                 text = (
                     f"{tracker!r} failed at step {step} and is told nothing any more: {type(error).__name__}: {error}"
                 )

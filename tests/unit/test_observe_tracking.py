@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -39,6 +40,30 @@ def test_tracker_that_fails_is_left_out_and_the_others_are_told() -> None:
         tracking.committed(1, lambda: VALUES)
     tracking.committed(2, lambda: VALUES)
     assert told == [1, 2]
+
+
+def test_tracker_may_be_an_object_without_hash_and_equal_to_another() -> None:
+    @dataclass
+    class Table:
+        fails: bool
+        steps: list[int] = field(default_factory=list, compare=False)
+
+        def __call__(self, step: int, values: Mapping[str, float]) -> None:
+            self.steps.append(step)
+            if self.fails and step == 1:
+                raise OSError("no space")
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Table)
+
+    failing, other = Table(fails=True), Table(fails=False)
+    tracking = Tracking()
+    tracking.add(failing, every=1)
+    tracking.add(other, every=1)
+    with pytest.warns(RuntimeWarning, match="no space"):
+        tracking.committed(1, lambda: VALUES)
+    tracking.committed(2, lambda: VALUES)
+    assert (failing.steps, other.steps) == ([1], [1, 2])
 
 
 def test_tracker_that_is_never_due_is_refused() -> None:
