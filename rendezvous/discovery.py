@@ -127,26 +127,45 @@ def publish(contacts: Sequence[str], name: str, address: str) -> None:
 
 def expand_hosts(listed: str) -> list[str]:
     """A Slurm node list, "a[01-03,7],b", -> its host names. ValueError for what is none."""
+    if re.search(r"[\[\]]", re.sub(r"\[[^\[\]]*\]", "", listed)):
+        raise _no_node_list(listed, "a bracket is without the other one")
     hosts: list[str] = []
-    if re.search(r"[\[\]]", re.sub(r"\[[^\[\]]*\]", "", listed)):  # a bracket without the other one
-        raise ValueError(f"{listed!r} is no Slurm node list")
-    for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", listed):
-        match = re.fullmatch(r"([^\[\]]*)(?:\[([^\]]*)\](.*))?", part)
-        if match is None:
-            raise ValueError(f"{listed!r} is no Slurm node list")
-        prefix, ranges, rest = match.groups()
-        if ranges is None:
-            hosts.append(prefix)
-            continue
-        ends = expand_hosts(rest) if rest else [""]
-        for item in ranges.split(","):
-            first, _, last = item.partition("-")
-            last = last or first
-            numbers = range(int(first), int(last) + 1) if first.isdigit() and last.isdigit() else range(0)
-            if not numbers or len(hosts) + len(numbers) * len(ends) > _MAX_HOSTS:
-                raise ValueError(f"{listed!r} is no Slurm node list")
-            hosts += [f"{prefix}{n:0{len(first)}d}{end}" for n in numbers for end in ends]
+    for part in re.split(r",(?![^\[]*\])", listed):  # not at commas within brackets
+        hosts += _expand_name(listed, part)
+        if len(hosts) > _MAX_HOSTS:
+            raise _no_node_list(listed, f"it names more than {_MAX_HOSTS} hosts")
     return hosts
+
+
+def _expand_name(listed: str, part: str) -> list[str]:
+    """One name, with any number of brackets, which count like digits: the last one fastest."""
+    if not part or re.search(r"\s", part):
+        raise _no_node_list(listed, "a name is empty or has a space in it; names stand between single commas")
+    found = [""]
+    for text, ranges in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
+        ends = [text]
+        if not text:
+            ends = [end for item in ranges.split(",") for end in _expand_range(listed, item)]
+        if len(found) * len(ends) > _MAX_HOSTS:
+            raise _no_node_list(listed, f"it names more than {_MAX_HOSTS} hosts")
+        found = [start + end for start in found for end in ends]
+    return found
+
+
+def _expand_range(listed: str, item: str) -> list[str]:
+    """The numbers of 08-10 are 08, 09 and 10: with as many digits as the first one."""
+    match = re.fullmatch(r"([0-9]{1,18})(?:-([0-9]{1,18}))?", item)
+    first, last = match.groups(default=match[1]) if match else ("1", "0")
+    if not 0 <= int(last) - int(first) < _MAX_HOSTS:
+        raise _no_node_list(
+            listed, f"{item!r} in its brackets is no number and no rising range of at most {_MAX_HOSTS}"
+        )
+    return [f"{number:0{len(first)}d}" for number in range(int(first), int(last) + 1)]
+
+
+def _no_node_list(listed: str, why: str) -> ValueError:
+    shown = listed if len(listed) <= 80 else f"{listed[:80]}..."
+    return ValueError(f"{shown!r} is no Slurm node list: {why}")
 
 
 def bind_address(host: str, port: int) -> str:

@@ -35,6 +35,9 @@ from rendezvous.types import RendezvousError
         ("n[08-10,12],m", ["n08", "n09", "n10", "n12", "m"]),
         ("r[1-2]n[1-2]", ["r1n1", "r1n2", "r2n1", "r2n2"]),
         ("n[1-2].cluster", ["n1.cluster", "n2.cluster"]),
+        ("n[3,1],a,m[7]-x[1-2,9]", ["n3", "n1", "a", "m7-x1", "m7-x2", "m7-x9"]),
+        ("t[0-1][0-1],[1-2]", ["t00", "t01", "t10", "t11", "1", "2"]),
+        ("n[9-011]", ["n9", "n10", "n11"]),
     ],
 )
 def test_slurm_node_list_is_expanded(listed: str, hosts: list[str]) -> None:
@@ -42,10 +45,19 @@ def test_slurm_node_list_is_expanded(listed: str, hosts: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "listed", ["n[a-b]", "n[1-999999]", "n[3-1]", "n[1-2", "n1-2]", "n[1[2]]", "n[1-40000]m[1-40000]"]
+    ("listed", "why"),
+    [
+        *((f"n[{item}]", "is no number") for item in ("a-b", "3-1", "1-", "-1", "", "1,", "1-2-3", "²", "x")),
+        *((listed, "a bracket") for listed in ("n[1-2", "n1-2]", "n[1[2]]", "n[1", "n]1", "n[1,b")),
+        *((listed, "a name is empty") for listed in ("", "a,", ",a", "a,,b", "a b", " a", "a [1]", "a[1 -2]")),
+        *(
+            (listed, "than 65536|most 65536")
+            for listed in ("n[1-999999]", "n[1-40000]m[1-40000]", "n[1-40000],m[1-40000]")
+        ),
+    ],
 )
-def test_text_that_is_no_node_list_is_refused(listed: str) -> None:
-    with pytest.raises(ValueError, match="is no Slurm node list"):
+def test_text_that_is_no_node_list_is_refused(listed: str, why: str) -> None:
+    with pytest.raises(ValueError, match=f"is no Slurm node list: .*({why})"):
         expand_hosts(listed)
 
 
