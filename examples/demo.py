@@ -23,8 +23,7 @@ from typing import Any
 from cluster import Cluster
 from namespaces import why_not
 from outcome import Comparison, compare
-from p2pstate.observe.history import make_history
-from p2pstate.observe.reading import read_run
+from p2pstate.observe.history import read_history
 from p2pstate.observe.report import as_html
 from timeline import Event, Failure, Timeline
 
@@ -206,7 +205,7 @@ def summary(identical: bool, failures: list[Failure], differences: list[str], le
 
 def account(folder: Path, page: Path) -> list[str]:
     """Where the time of all ranks went, from their events; the whole report goes to `page`."""
-    history = make_history(read_run(folder))
+    history = read_history(folder)
     page.write_text(as_html(history, "p2pstate demo"), encoding="utf-8")
     total = history.total
     first = f"time of {NUM_RANKS} ranks: {total.wall_s:.0f} s, goodput {100 * total.ratio:.1f} %"

@@ -22,6 +22,7 @@ Layout, from the top down (a file imports only what stands above it):
     observe/reading.py
     observe/incidents.py
     observe/skew.py         pure: who is waited for
+    observe/timeline.py     pure: what ranks were doing when
     observe/history.py
     observe/svg.py
     observe/report.py       p2pstate report

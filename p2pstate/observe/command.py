@@ -10,7 +10,10 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from p2pstate.observe.history import History
 
 __all__ = ["add_commands"]
 
@@ -30,17 +33,13 @@ def add_commands(commands: Any) -> None:
 
 
 def run_command(options: argparse.Namespace) -> int:
-    from p2pstate.observe.history import make_history
-    from p2pstate.observe.perfetto import as_trace
-    from p2pstate.observe.reading import read_run
+    from p2pstate.observe.history import read_history
     from p2pstate.observe.report import as_html
 
     output = options.output or options.run_dir / "report.html"
     try:
-        history = make_history(read_run(options.run_dir))
+        history = read_history(options.run_dir) if options.trace is None else _traced(options.run_dir, options.trace)
         output.write_text(as_html(history, f"Run {options.run_dir.resolve().name}"), encoding="utf-8")
-        if options.trace is not None:
-            options.trace.write_text(json.dumps(as_trace(history)), encoding="utf-8")
     except (ValueError, OSError) as error:
         print(f"p2pstate report: {error}", file=sys.stderr)
         return 1
@@ -66,3 +65,17 @@ def run_command(options: argparse.Namespace) -> int:
         print(f"failure {number} ({incident.cause}) {took}: {incident.reason}")
     print(f"report: {output}")
     return 0
+
+
+def _traced(run_dir: Path, path: Path) -> History:
+    """The run's history, and its trace."""
+    from p2pstate.observe.history import read_history
+    from p2pstate.observe.perfetto import TraceWriter
+    from p2pstate.observe.reading import span_of_run
+
+    begin, end = span_of_run(run_dir)
+    with path.open("w", encoding="utf-8") as file:
+        trace = TraceWriter(file, begin)
+        history = read_history(run_dir, trace.add)
+        trace.finish(history.incidents, end)
+    return history

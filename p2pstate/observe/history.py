@@ -1,73 +1,51 @@
-"""A run as its directory tells it: goodput of every rank, incidents, and what happened when. Pure.
+"""A run as its directory tells it: goodput of every rank, incidents, and what happened when.
 
-In: events of all nodes in order of time. Out: a `History`, from which reports and traces are made.
+In: events of all nodes in order of time. Out: a `History`, from which reports and plans are made.
+Invariant: events are gone through once and not kept; what is kept grows with the number of ranks and of failures, not
+with the length of the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from p2pstate.observe.goodput import Goodput
-from p2pstate.observe.incidents import Incident, find_incidents
+from p2pstate.observe.incidents import Incident, IncidentFinder
 from p2pstate.observe.ledger import Ledger
-from p2pstate.observe.reading import DAMAGED
-from p2pstate.observe.skew import Skew, skews_of
+from p2pstate.observe.reading import DAMAGED, read_run, span_of_run
+from p2pstate.observe.skew import SkewHistory
+from p2pstate.observe.timeline import Slice, Timeline, slices_of
 
-__all__ = ["History", "Slice", "Step", "make_history"]
+__all__ = ["History", "make_history", "read_history"]
 
 Event = Mapping[str, Any]
-ORDER = ("startup", "other", "data", "protection", "saving", "repeated", "useful", "recovery", "waiting", "phase")
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """One category of one rank, for a while. Within one report of the meter the order is made up."""
-
-    rank: int
-    node: str
-    category: str
-    begin: float  # seconds since 1970
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    t: float
-    rank: int
-    step: int
-    protected: int | None
-    fetch_s: float
-    useful_s: float
+NUM_SAMPLES = 1 << 16  # of a run's steps; of fewer steps all
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    events: Sequence[Event]
     begin: float
     end: float
+    num_starts: int  # of the whole run
     ranks: Mapping[int, Goodput]
     total: Goodput
     incidents: Sequence[Incident]
-    slices: Sequence[Slice]
-    steps: Sequence[Step]
-    skews: Sequence[Skew]
+    timeline: Timeline
+    newest_step: int
+    useful_s: float  # of all committed steps,
+    step_samples_s: Sequence[float]  # and of a fair sample of them
+    skews: SkewHistory
     starts: Mapping[str, Event]  # of each node the newest agent_started
     verdict: Event | None
 
     @property
-    def num_starts(self) -> int:
-        """How often the whole run was started."""
-        return len({event["nonce"] for event in self.events if event["event"] == "view" and "nonce" in event})
-
-    @property
     def num_failures(self) -> int:
         return len(self.incidents)
-
-    @property
-    def newest_step(self) -> int:
-        return max((step.step for step in self.steps), default=0)
 
     @property
     def steps_lost(self) -> int:
@@ -79,10 +57,22 @@ class History:
         return self.total.wall_s / self.num_failures if self.incidents else None
 
 
-def make_history(events: Sequence[Event]) -> History:
-    """``events``: at least one. Raises ValueError for events that no agent of this release has written."""
+def read_history(directory: str | Path, on_slice: Callable[[Slice], None] | None = None) -> History:
+    """Of a run directory. Raises ValueError with a sentence when there are no events, or damaged ones; OSError when
+    they cannot be read. ``on_slice`` is told of everything that a rank did, as it is read."""
+    return make_history(read_run(directory), span_of_run(directory), on_slice)
+
+
+def make_history(
+    events: Iterable[Event], span: tuple[float, float], on_slice: Callable[[Slice], None] | None = None
+) -> History:
+    """``span``: times of the first and of the last event. Raises ValueError for events that no agent of this release
+    has written."""
     try:
-        return _history(events)
+        collected = _Collected(span, on_slice)
+        for event in events:
+            collected.add(event)
+        return collected.history()
     except DAMAGED as error:
         raise ValueError(
             f"the run's events are damaged, or of another release of p2pstate ({error!r}): restore its directory, or "
@@ -90,51 +80,70 @@ def make_history(events: Sequence[Event]) -> History:
         ) from error
 
 
-def _history(events: Sequence[Event]) -> History:
-    ledger = Ledger()
-    ledger.add_all(events)
-    # Several agents tell of one verdict: of the run's, the first; a node that left alone has not ended the run.
-    verdicts = [event for event in events if event["event"] == "verdict" and event.get("scope") != "node"]
-    return History(
-        events=events,
-        begin=float(events[0]["t"]),
-        end=float(events[-1]["t"]),
-        ranks=ledger.ranks(),
-        total=ledger.total(),
-        incidents=find_incidents(events),
-        slices=[part for event in events if "clock" in event for part in _slices(event)],
-        steps=[_step(event) for event in events if event["event"] == "step"],
-        skews=skews_of(events),
-        starts={str(event["node"]): event for event in events if event["event"] == "agent_started"},
-        verdict=verdicts[-1] if verdicts else None,
-    )
+class _Collected:
+    def __init__(self, span: tuple[float, float], on_slice: Callable[[Slice], None] | None) -> None:
+        self._span, self._on_slice = span, on_slice
+        self._ledger, self._finder = Ledger(), IncidentFinder()
+        self._timeline, self._skews = Timeline(*span), SkewHistory()
+        self._nonces: set[object] = set()
+        self._starts: dict[str, Event] = {}
+        self._verdict: Event | None = None
+        self._newest_step = 0
+        self._useful_s, self._num_useful = 0.0, 0
+        self._samples_s = array("d")
+        self._random = random.Random(0)
 
+    def add(self, event: Event) -> None:
+        self._ledger.add(event)
+        self._finder.add(event)
+        self._skews.add(event)
+        for part in slices_of(event):
+            self._timeline.add(part)
+            if self._on_slice is not None:
+                self._on_slice(part)
+        kind = event["event"]
+        if kind == "step":
+            self._on_step(event)
+        elif kind == "view" and "nonce" in event:
+            self._nonces.add(event["nonce"])
+        elif kind == "agent_started":
+            self._starts[str(event["node"])] = event
+        elif kind == "verdict" and event.get("scope") != "node":  # a node that left alone has not ended the run
+            self._verdict = event
 
-def _slices(event: Event) -> list[Slice]:
-    """What a process reported at once, one category after the other, ending when it was measured."""
-    seconds = event["clock"]["seconds"]
-    begin = float(event["clock"]["until"]) - sum(seconds.values())
-    out = []
-    names = list(seconds)
-    for name in sorted(names, key=lambda name: (_position(name), names.index(name))):
-        out.append(Slice(int(event["rank"]), str(event["node"]), name, begin, float(seconds[name])))
-        begin += float(seconds[name])
-    return out
+    def _on_step(self, event: Event) -> None:
+        seconds = event.get("clock", {}).get("seconds", {})
+        step, protected = int(event["step"]), event.get("protected")
+        useful_s = float(seconds.get("useful", 0.0))
+        lag_steps = 0 if protected is None else step - int(protected)
+        self._newest_step = max(self._newest_step, step)
+        self._timeline.add_step(float(event["t"]), useful_s, float(seconds.get("data", 0.0)), lag_steps)
+        if useful_s > 0:
+            self._sample(useful_s)
 
+    def _sample(self, useful_s: float) -> None:
+        """Each step has the same chance to be in the sample (Vitter 1985, algorithm R)."""
+        self._useful_s += useful_s
+        self._num_useful += 1
+        if len(self._samples_s) < NUM_SAMPLES:
+            self._samples_s.append(useful_s)
+        elif (place := int(self._random.random() * self._num_useful)) < NUM_SAMPLES:
+            self._samples_s[place] = useful_s
 
-def _position(name: str) -> int:
-    category = name.partition(".")[0]
-    return ORDER.index(category) if category in ORDER else len(ORDER)
-
-
-def _step(event: Event) -> Step:
-    seconds = event.get("clock", {}).get("seconds", {})
-    protected = event.get("protected")
-    return Step(
-        t=float(event["t"]),
-        rank=int(event["rank"]),
-        step=int(event["step"]),
-        protected=None if protected is None else int(protected),
-        fetch_s=float(seconds.get("data", 0.0)),
-        useful_s=float(seconds.get("useful", 0.0)),
-    )
+    def history(self) -> History:
+        self._skews.finish()
+        return History(
+            begin=self._span[0],
+            end=self._span[1],
+            num_starts=len(self._nonces),
+            ranks=self._ledger.ranks(),
+            total=self._ledger.total(),
+            incidents=self._finder.incidents,
+            timeline=self._timeline,
+            newest_step=self._newest_step,
+            useful_s=self._useful_s,
+            step_samples_s=self._samples_s,
+            skews=self._skews,
+            starts=self._starts,
+            verdict=self._verdict,
+        )

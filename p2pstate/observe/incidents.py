@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["PHASES", "Incident", "IncidentFinder", "Survival", "find_incidents", "longest"]
+__all__ = ["PHASES", "Incident", "IncidentFinder", "Survival", "longest"]
 
 Event = Mapping[str, Any]
 
@@ -119,13 +119,6 @@ def longest(some: Mapping[str, float], others: Mapping[str, float]) -> dict[str,
     """Each phase as long as it was where it took longest, in the order in which they come."""
     names = [name for name in dict.fromkeys((*PHASES, *some, *others)) if name in some or name in others]
     return {name: max(float(some.get(name, 0.0)), float(others.get(name, 0.0))) for name in names}
-
-
-def find_incidents(events: Iterable[Event]) -> list[Incident]:
-    finder = IncidentFinder()
-    for event in events:
-        finder.add(event)
-    return finder.incidents
 
 
 class IncidentFinder:

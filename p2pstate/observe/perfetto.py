@@ -1,49 +1,63 @@
-"""A run as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing.
+"""A run as a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, written while the run is read.
 
-In: a `History`. Out: the trace-event format: a process per node, a thread per rank, a slice per category, and incidents
-with their phases on a track of their own. Times are microseconds since the run's first event.
+In: slices, incidents. Out: the trace-event format: a process per node, a thread per rank, a slice per category, and
+incidents with their phases on a track of their own. Times are microseconds since the run's first event.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from collections.abc import Sequence
+from typing import Any, TextIO
 
-from p2pstate.observe.history import History
 from p2pstate.observe.incidents import Incident
+from p2pstate.observe.timeline import Slice
 
-__all__ = ["as_trace"]
+__all__ = ["TraceWriter"]
 
 INCIDENTS_PID = 0
 
 
-def as_trace(history: History) -> dict[str, Any]:
-    def at(t: float) -> float:
-        return round((t - history.begin) * 1e6, 1)
+class TraceWriter:
+    def __init__(self, file: TextIO, begin: float) -> None:
+        """``begin``: of the run, seconds since 1970."""
+        self._file, self._begin = file, begin
+        self._pids: dict[str, int] = {}  # by node
+        self._threads: set[tuple[int, int]] = set()
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        file.write(json.dumps(_named("process_name", INCIDENTS_PID, 0, "incidents")))
 
-    nodes = {node: pid for pid, node in enumerate(sorted({part.node for part in history.slices}), start=1)}
-    events: list[dict[str, Any]] = [_named("process_name", INCIDENTS_PID, 0, "incidents")]
-    events += [_named("process_name", pid, 0, node) for node, pid in nodes.items()]
-    threads = sorted({(part.node, part.rank) for part in history.slices})
-    events += [_named("thread_name", nodes[node], rank, f"rank {rank}") for node, rank in threads]
-    for part in history.slices:
-        begin, duration = at(part.begin), round(part.seconds * 1e6, 1)
-        events.append(_slice(part.category, nodes[part.node], part.rank, begin, duration, {}))
-    for number, incident in enumerate(history.incidents, start=1):
-        over_at = history.end if incident.over_at is None else incident.over_at
-        begin, duration = at(incident.t), round((over_at - incident.t) * 1e6, 1)
-        arguments = {"reason": incident.reason, "source": incident.source, "steps lost": incident.steps_lost}
-        events.append(_slice(f"incident {number}: {incident.cause}", INCIDENTS_PID, 0, begin, duration, arguments))
-        events += _phases(incident, begin)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+    def add(self, part: Slice) -> None:
+        pid = self._pids.get(part.node)
+        if pid is None:
+            pid = self._pids[part.node] = len(self._pids) + 1
+            self._put(_named("process_name", pid, 0, part.node))
+        if (pid, part.rank) not in self._threads:
+            self._threads.add((pid, part.rank))
+            self._put(_named("thread_name", pid, part.rank, f"rank {part.rank}"))
+        self._put(_slice(part.category, pid, part.rank, self._at(part.begin), round(part.seconds * 1e6, 1), {}))
 
+    def finish(self, incidents: Sequence[Incident], end: float) -> None:
+        """``end``: of the run, and of an incident that was not over."""
+        for number, incident in enumerate(incidents, start=1):
+            over_at = end if incident.over_at is None else incident.over_at
+            begin_us, duration = self._at(incident.t), round((over_at - incident.t) * 1e6, 1)
+            arguments = {"reason": incident.reason, "source": incident.source, "steps lost": incident.steps_lost}
+            self._put(_slice(f"incident {number}: {incident.cause}", INCIDENTS_PID, 0, begin_us, duration, arguments))
+            for name, seconds in incident.phases().items():
+                duration = round(seconds * 1e6, 1)
+                self._put(_slice(name, INCIDENTS_PID, 1, begin_us, duration, {}))
+                begin_us += duration
+        for place, node in enumerate(sorted(self._pids), start=1):
+            pid = self._pids[node]
+            self._put({"name": "process_sort_index", "ph": "M", "pid": pid, "tid": 0, "args": {"sort_index": place}})
+        self._file.write("\n]}\n")
 
-def _phases(incident: Incident, begin_us: float) -> list[dict[str, Any]]:
-    out = []
-    for name, seconds in incident.phases().items():
-        duration = round(seconds * 1e6, 1)
-        out.append(_slice(name, INCIDENTS_PID, 1, begin_us, duration, {}))
-        begin_us += duration
-    return out
+    def _at(self, t: float) -> float:
+        return round((t - self._begin) * 1e6, 1)
+
+    def _put(self, event: dict[str, Any]) -> None:
+        self._file.write(",\n" + json.dumps(event))
 
 
 def _slice(name: str, pid: int, tid: int, ts: float, dur: float, args: dict[str, Any]) -> dict[str, Any]:

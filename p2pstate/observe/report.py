@@ -1,27 +1,25 @@
 """A run as one HTML page that needs nothing else: no network, no script.
 
 In: a `History`. Out: HTML. What a run has written about itself is escaped.
-Known limit: of more than ``MAX_RANKS`` ranks the timeline shows the first.
+Known limits: of more than ``MAX_RANKS`` ranks the timeline shows the first; see skew.py for very long runs.
 """
 
 from __future__ import annotations
 
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from html import escape
 
 from p2pstate.observe import svg
 from p2pstate.observe.goodput import CATEGORIES
-from p2pstate.observe.history import History, Slice, Step
+from p2pstate.observe.history import History
 from p2pstate.observe.incidents import PHASES
+from p2pstate.observe.skew import MAX_FINDINGS
+from p2pstate.observe.timeline import MAX_RANKS, NUM_CELLS
 
 __all__ = ["as_html"]
 
-MAX_RANKS = 64
-MAX_ROWS = 50
 MAX_UNBROKEN = 14  # characters
-NUM_CELLS = 120  # of a timeline
 
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 1000px; padding: 0 1em; color: #222; }
@@ -128,78 +126,44 @@ def _incidents(history: History) -> str:
 
 def _timeline(history: History) -> str:
     begin, length = history.begin, max(1e-9, history.end - history.begin)
-    by_rank: defaultdict[int, list[Slice]] = defaultdict(list)
-    for part in history.slices:
-        by_rank[part.rank].append(part)
-    shown = sorted(by_rank)[:MAX_RANKS]
-    rows = [(f"rank {rank}", _cells(by_rank[rank], begin, length)) for rank in shown]
+    rows = [(f"rank {rank}", cells) for rank, cells in sorted(history.timeline.ranks.items())]
     marks = [((each.t - begin) / length, f"{each.cause}: {each.reason}") for each in history.incidents]
-    left_out = f"<p>The first {MAX_RANKS} of {len(by_rank)} ranks.</p>" if len(by_rank) > MAX_RANKS else ""
+    left_out = f"<p>The first {MAX_RANKS} of {len(history.ranks)} ranks.</p>" if len(history.ranks) > MAX_RANKS else ""
     colours = {CATEGORIES[category]: colour for category, colour in svg.COLOURS.items()}
     return _scroll(svg.strips(rows, marks, _seconds(length))) + svg.legend(colours) + left_out
 
 
-def _cells(parts: Sequence[Slice], begin: float, length: float) -> list[dict[str, float]]:
-    """Of each cell of a strip the shares of the categories."""
-    cell_s = length / NUM_CELLS
-    cells: list[dict[str, float]] = [{} for _ in range(NUM_CELLS)]
-    for part in parts:
-        category = part.category.partition(".")[0]
-        first = max(0, int((part.begin - begin) / cell_s))
-        last = min(NUM_CELLS - 1, int((part.begin + part.seconds - begin) / cell_s))
-        for index in range(first, last + 1):
-            cell_begin = begin + index * cell_s
-            overlap = min(part.begin + part.seconds, cell_begin + cell_s) - max(part.begin, cell_begin)
-            if overlap > 0:
-                cells[index][category] = cells[index].get(category, 0.0) + overlap / cell_s
-    return cells
-
-
 def _steps(history: History) -> str:
     """Over time, in cells: how long steps took, how long batches were waited for, how far protection was behind."""
-    if not history.steps:
+    if not history.timeline.steps:
         return "<p>No step was committed.</p>"
-    begin, length = history.begin, max(1e-9, history.end - history.begin)
-    cells: defaultdict[int, list[Step]] = defaultdict(list)
-    for step in history.steps:
-        cells[min(NUM_CELLS - 1, int((step.t - begin) / length * NUM_CELLS))].append(step)
-    places = {cell: (cell + 0.5) / NUM_CELLS for cell in sorted(cells)}
-
-    def largest(of: str) -> list[tuple[float, float]]:
-        return [(x, max(_value(step, of) for step in cells[cell])) for cell, x in places.items()]
-
-    times = {"longest useful step": largest("useful_s"), "longest wait for a batch": largest("fetch_s")}
-    lag = {"steps that are committed and not yet protected, at most": largest("lag")}
-    ticks = _seconds(length)
+    cells = [((number + 0.5) / NUM_CELLS, cell) for number, cell in sorted(history.timeline.steps.items())]
+    times = {
+        "longest useful step": [(x, cell.useful_s) for x, cell in cells],
+        "longest wait for a batch": [(x, cell.fetch_s) for x, cell in cells],
+    }
+    what = "steps that are committed and not yet protected, at most"
+    lag = {what: [(x, float(cell.lag_steps)) for x, cell in cells]}
+    ticks = _seconds(max(1e-9, history.end - history.begin))
     return _scroll(svg.lines(times, "s", ticks)) + _scroll(svg.lines(lag, "steps", ticks, height=90))
 
 
 def _skew(history: History) -> str:
     """Over the run's steps: what a step takes the slowest and the fastest rank without waiting for others."""
-    if not history.skews:
+    skews = history.skews
+    if not skews.points:
         return "<p>Not measured: it takes two ranks.</p>"
-    last = history.skews[-1].last_step
+    last = skews.points[-1][0]
     series = {
-        "slowest rank": [(skew.last_step / last, skew.slowest_s) for skew in history.skews],
-        "fastest rank": [(skew.last_step / last, skew.fastest_s) for skew in history.skews],
+        "slowest rank": [(step / last, slowest_s) for step, slowest_s, _ in skews.points],
+        "fastest rank": [(step / last, fastest_s) for step, _, fastest_s in skews.points],
     }
-    rows = [
-        (f"{skew.first_step} to {skew.last_step}", f"rank {rank} {what}", why)
-        for skew in history.skews
-        for what, ranks in (("straggles", skew.stragglers), ("is starved", skew.starved))
-        for rank, why in ranks.items()
-    ]
     text = "<p>A step's own work of the slowest and of the fastest rank, by step; the others wait for the slowest.</p>"
-    found = _table(("steps", "who", "why"), rows[:MAX_ROWS]) if rows else "<p>No rank straggled or was starved.</p>"
-    left_out = f"<p>The first {MAX_ROWS} of {len(rows)}.</p>" if len(rows) > MAX_ROWS else ""
-    ticks = [f"step {history.skews[0].first_step}", f"step {last}"]
+    rows = skews.findings
+    found = _table(("steps", "who", "why"), rows) if rows else "<p>No rank straggled or was starved.</p>"
+    left_out = f"<p>The first {MAX_FINDINGS} of {skews.num_findings}.</p>" if skews.num_findings > len(rows) else ""
+    ticks = [f"step {skews.first_step}", f"step {last}"]
     return text + _scroll(svg.lines(series, "s", ticks)) + found + left_out
-
-
-def _value(step: Step, of: str) -> float:
-    if of == "lag":
-        return float(step.step - step.protected) if step.protected is not None else 0.0
-    return float(getattr(step, of))
 
 
 def _starts(history: History) -> str:

@@ -12,16 +12,19 @@ rank does meanwhile counts as waiting. On cards, where collectives are only queu
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["WINDOW_STEPS", "Load", "Skew", "Windows", "judge", "skews_of"]
+__all__ = ["WINDOW_STEPS", "Load", "Skew", "SkewHistory", "Windows", "judge"]
 
 Event = Mapping[str, Any]
 
 WINDOW_STEPS = 20
 NUM_KEPT = 3  # windows, while a run lives
+NUM_OPEN = 64  # windows of which more steps may come, when a run is read
+MAX_POINTS = 1024  # of a picture
+MAX_FINDINGS = 50
 NOT_A_STEP = ("recovery", "repeated", "startup", "waiting", "shutdown", "phase")
 STRAGGLES = 1.5  # times the time of a usual rank, and
 NOTICEABLE = 0.1  # this part of a step, and
@@ -60,34 +63,74 @@ class Skew:
 
 
 class Windows:
-    """Fed event by event. ``keep``: how many windows are remembered; None: all."""
+    """Fed event by event. ``keep``: how many windows are remembered, those that steps came for last."""
 
-    def __init__(self, keep: int | None = NUM_KEPT) -> None:
+    def __init__(self, keep: int = NUM_KEPT) -> None:
         self._keep = keep
         self.loads: dict[int, dict[int, Load]] = {}  # by the window's first step, by rank
 
-    def add(self, event: Event) -> None:
+    def add(self, event: Event) -> Skew | None:
+        """Returns what there is to say of the window that is forgotten for it."""
         seconds = event.get("clock", {}).get("seconds", {})
         if event["event"] != "step" or "useful" not in seconds or "waited_s" not in event:
-            return
+            return None
         first = (event["step"] - 1) // WINDOW_STEPS * WINDOW_STEPS + 1
-        window = self.loads.setdefault(first, {})
+        window = self.loads[first] = self.loads.pop(first, {})
         wall_s = sum(part for name, part in seconds.items() if name.partition(".")[0] not in NOT_A_STEP)
         known = window.get(event["rank"], Load())
         window[event["rank"]] = known.plus(
             event["step"], wall_s, float(event["waited_s"]), float(seconds.get("data", 0.0))
         )
-        while self._keep is not None and len(self.loads) > self._keep:
-            del self.loads[min(self.loads)]
+        if len(self.loads) <= self._keep:
+            return None
+        oldest = next(iter(self.loads))
+        return judge(oldest, self.loads.pop(oldest))
 
 
-def skews_of(events: Iterable[Event]) -> list[Skew]:
-    """Of each window of a run, in order."""
-    windows = Windows(keep=None)
-    for event in events:
-        windows.add(event)
-    found = (judge(first, loads) for first, loads in sorted(windows.loads.items()))
-    return [skew for skew in found if skew is not None]
+class SkewHistory:
+    """Of a whole run, however long: ``points`` of a picture, of neighbours the extremes where there are too many, and
+    the first ``findings``. Fed event by event. A window whose steps come again much later is looked at twice."""
+
+    def __init__(self) -> None:
+        self._windows = Windows(NUM_OPEN)
+        self.points: list[tuple[int, float, float]] = []  # (last step, seconds of the slowest, of the fastest rank)
+        self._per_point = 1  # windows
+        self._num_in_last = 0
+        self.first_step = 0
+        self.findings: list[tuple[str, str, str]] = []  # (steps, who, why)
+        self.num_findings = 0
+
+    def add(self, event: Event) -> None:
+        if (skew := self._windows.add(event)) is not None:
+            self._on_skew(skew)
+
+    def finish(self) -> None:
+        """No more events come."""
+        for first, loads in sorted(self._windows.loads.items()):
+            if (skew := judge(first, loads)) is not None:
+                self._on_skew(skew)
+
+    def _on_skew(self, skew: Skew) -> None:
+        for what, ranks in (("straggles", skew.stragglers), ("is starved", skew.starved)):
+            for rank, why in ranks.items():
+                self.num_findings += 1
+                if len(self.findings) < MAX_FINDINGS:
+                    self.findings.append((f"{skew.first_step} to {skew.last_step}", f"rank {rank} {what}", why))
+        self.first_step = self.first_step or skew.first_step
+        point = (skew.last_step, skew.slowest_s, skew.fastest_s)
+        if self.points and self._num_in_last < self._per_point:
+            self.points[-1] = _extremes(self.points[-1], point)
+            self._num_in_last += 1
+            return
+        if len(self.points) == MAX_POINTS:
+            self.points = [_extremes(*pair) for pair in zip(self.points[::2], self.points[1::2], strict=True)]
+            self._per_point *= 2
+        self.points.append(point)
+        self._num_in_last = 1
+
+
+def _extremes(some: tuple[int, float, float], others: tuple[int, float, float]) -> tuple[int, float, float]:
+    return max(some[0], others[0]), max(some[1], others[1]), min(some[2], others[2])
 
 
 def judge(first_step: int, loads: Mapping[int, Load]) -> Skew | None:

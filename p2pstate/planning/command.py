@@ -237,11 +237,10 @@ def _rates(options: argparse.Namespace) -> dict[str, Any]:
     if options.measured_gpus is not None and options.failure_every is None:
         raise ValueError("--measured-gpus belongs to --failure-every")
     if options.run_dir is not None:
-        from p2pstate.observe.history import make_history
-        from p2pstate.observe.reading import read_run
+        from p2pstate.observe.history import read_history
         from p2pstate.planning.measured import measured_fields
 
-        return dict(measured_fields(make_history(read_run(options.run_dir))))
+        return dict(measured_fields(read_history(options.run_dir)))
     if options.mtbf is not None:
         mtbf_s: float = options.mtbf
     elif options.yearly_rate is not None:

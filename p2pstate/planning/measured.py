@@ -19,10 +19,9 @@ def measured_fields(history: History) -> dict[str, float]:
     if mtbf_s is None:
         raise ValueError("no failure happened in that run, so it tells no rate: give --mtbf or another rate")
     fields = {"gpu_mtbf_s": mtbf_s}
-    useful_s = [step.useful_s for step in history.steps if step.useful_s > 0]
-    if useful_s:
-        fields["step_s"] = statistics.median(useful_s)
-        fields["overhead"] = history.total.seconds.get("protection", 0.0) / sum(useful_s)
+    if history.step_samples_s:
+        fields["step_s"] = statistics.median(history.step_samples_s)
+        fields["overhead"] = history.total.seconds.get("protection", 0.0) / history.useful_s
     for cause, field in (("process", "vault_recovery_s"), ("node", "buddy_recovery_s")):
         took_s = [each.seconds for each in history.incidents if each.cause == cause and each.seconds is not None]
         if took_s:

@@ -18,7 +18,7 @@ from cluster import Cluster
 from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.ledger import Ledger
 from p2pstate.observe.reading import read_run
-from p2pstate.observe.skew import skews_of
+from p2pstate.observe.skew import Windows, judge
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "metered.py")
 COPY_S = 2.0
@@ -39,7 +39,7 @@ def run(
             assert time.monotonic() < deadline, cluster.log_tails()
             time.sleep(0.01)
         assert set(cluster.exit_codes().values()) == {0}, cluster.log_tails()
-    return read_run(folder)
+    return list(read_run(folder))
 
 
 def measure(events: list[dict[str, Any]]) -> dict[int, Goodput]:
@@ -123,7 +123,11 @@ def test_meter_puts_a_kill_into_recovery_and_adds_up_over_processes(
         # The kill came within a step, and one more was done before there was progress.
         assert lost_s == pytest.approx(resumed_at - killed_at, rel=0.1, abs=4 * usual_s)
         assert found.seconds["recovery.restore"] > 0
-    first = skews_of(events)[0]  # the others wait for it, and leave it alone
+    windows = Windows(keep=len(events))
+    for event in events:
+        windows.add(event)
+    first = judge(1, windows.loads[1])  # the others wait for it, and leave it alone
+    assert first is not None
     assert (first.slowest, first.fastest) == (0, 1)
     assert 0 in first.stragglers
     assert sum(event["event"] == "worker_started" and event["rank"] == 0 for event in events) == 1
@@ -140,7 +144,7 @@ def test_meter_alone_measures_a_script_that_stock_torchrun_restarts(tmp_path: Pa
         [*command, script, str(tmp_path), "8"], capture_output=True, text=True, timeout=DEADLINE_S, env=environ
     )
     assert ended.returncode == 0, ended.stderr
-    events = read_run(tmp_path)
+    events = list(read_run(tmp_path))
     found = measure(events)[0]
     assert found.wall_s == pytest.approx(wall_s(events, 0), rel=0.01)
     seconds = found.by_category()

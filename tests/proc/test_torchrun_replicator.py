@@ -20,8 +20,7 @@ from outcome import compare
 from p2pstate.agent.status import describe
 from p2pstate.durable.catalog import list_checkpoints
 from p2pstate.durable.storage import Directory
-from p2pstate.observe.history import make_history
-from p2pstate.observe.reading import read_run
+from p2pstate.observe.history import read_history
 from p2pstate.operating import addresses_of
 from p2pstate.worker import stand_in
 from rendezvous.config import Config
@@ -104,7 +103,7 @@ def test_run_whose_worker_hangs_node_dies_and_torchruns_are_asked_to_end_resumes
     assert hang["rank"] == 1
     assert "stopped by a signal" in hang["reason"]
     assert (folder / "out" / "killed-10-0-backward-node").exists()
-    history = make_history(read_run(folder))
+    history = read_history(folder)
     assert [incident.cause for incident in history.incidents] == ["hang", "node"]
     assert all(incident.seconds and incident.protected_s for incident in history.incidents)
     assert history.total.by_category().keys() >= {"useful", "recovery"}
@@ -124,7 +123,7 @@ def test_run_whose_worker_hangs_node_dies_and_torchruns_are_asked_to_end_resumes
         assert running.codes("ab", timeout_s=240.0) == [0, 0]
         logs = running.log("a") + running.log("b")
     assert f"rank 0 resumed step {step} from disk" in logs
-    assert make_history(read_run(tmp_path / "again")).verdict is not None
+    assert read_history(tmp_path / "again").verdict is not None
     comparison = compare(folder / "out", tmp_path / "expected", NUM_RANKS)
     assert comparison.identical, "\n".join([*comparison.differences, logs])
     assert list_checkpoints(storage)[0].step == NUM_STEPS

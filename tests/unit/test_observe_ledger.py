@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from p2pstate.observe.ledger import Ledger
-from p2pstate.observe.reading import read_events, read_run
+from p2pstate.observe.reading import read_events, read_run, span_of_run
 
 
 def event(t: float, kind: str, **fields: Any) -> dict[str, Any]:
@@ -150,16 +150,24 @@ def test_reading_keeps_a_nodes_order_when_its_clock_is_put_back(tmp_path: Path) 
     events = [started(100), step(103, 1, startup=2, useful=1), step(54, 2, useful=1), step(55, 3, useful=1)]
     (tmp_path / "events-n0.jsonl").write_text("".join(json.dumps(each) + "\n" for each in events))
     (tmp_path / "events-n1.jsonl").write_text(json.dumps(event(102, "agent_started")) + "\n")
-    read = read_run(tmp_path)
+    read = list(read_run(tmp_path))
     assert [each for each in read if each["event"] != "agent_started"] == events
     assert seconds_of(read) == {"startup": 2, "useful": 3}
 
 
+@pytest.mark.parametrize("damage", ["", "cut off", "x" * 100_000])
+def test_span_of_a_run_is_seen_from_the_ends_of_its_files(damage: str, tmp_path: Path) -> None:
+    for name, times in (("n0", (2.0, 5.0)), ("n1", (1.0, 4.0))):
+        lines = [json.dumps(started(t)) + "\n" for t in times]
+        (tmp_path / f"events-{name}.jsonl").write_text("".join(lines) + damage)
+    assert span_of_run(tmp_path) == (1.0, 5.0)
+
+
 def test_reading_a_folder_without_events_says_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="holds no events"):
-        read_run(tmp_path)
+        span_of_run(tmp_path)
     with pytest.raises(ValueError, match="is no directory"):
-        read_run(tmp_path / "missing")
+        span_of_run(tmp_path / "missing")
 
 
 @pytest.mark.parametrize(

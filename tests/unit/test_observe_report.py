@@ -1,8 +1,10 @@
 """Incidents, the page and the trace, from made-up events of a run with two failures."""
 
+import io
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ import pytest
 from p2pstate.cli import main
 from p2pstate.observe import svg
 from p2pstate.observe.history import History, make_history
-from p2pstate.observe.incidents import find_incidents
-from p2pstate.observe.perfetto import as_trace
+from p2pstate.observe.incidents import Incident, IncidentFinder
+from p2pstate.observe.perfetto import TraceWriter
 from p2pstate.observe.report import as_html
+from p2pstate.observe.timeline import MAX_RANKS, NUM_CELLS
 
 Events = list[dict[str, Any]]
 
@@ -63,9 +66,20 @@ def run_events(reason: str = "rank 1 on n1 died: signal 9 (SIGKILL)") -> Events:
     return sorted(events, key=lambda each: float(each["t"]))
 
 
+def find_incidents(events: Events) -> list[Incident]:
+    finder = IncidentFinder()
+    for each in events:
+        finder.add(each)
+    return finder.incidents
+
+
+def history_of(events: Events) -> History:
+    return make_history(events, (float(events[0]["t"]), float(events[-1]["t"])))
+
+
 @pytest.fixture
 def history() -> History:
-    return make_history(run_events())
+    return history_of(run_events())
 
 
 def test_incidents_have_cause_source_cost_and_phases() -> None:
@@ -193,7 +207,7 @@ def test_history_sums_up_a_run(history: History) -> None:
 def test_history_of_damaged_events_says_so() -> None:
     for event in ({"t": 1.0, "event": "step", "clock": {}, "rank": 0}, {"t": 1.0, "event": "agent_started"}):
         with pytest.raises(ValueError, match="events are damaged"):
-            make_history([event])
+            history_of([event])
 
 
 def test_page_is_well_formed_needs_nothing_from_elsewhere_and_tells_the_story(history: History) -> None:
@@ -223,18 +237,18 @@ def test_page_is_well_formed_needs_nothing_from_elsewhere_and_tells_the_story(hi
 def test_page_shows_phases_that_this_release_does_not_know() -> None:
     of_later = recovery(106, "n1", 1, "own vault", 0, 1, {"teleport": 0.4})
     later = [of_later if each["event"] == "recovery" else each for each in run_events()]
-    assert "teleport: 0.400 s" in as_html(make_history(later), "Run")
+    assert "teleport: 0.400 s" in as_html(history_of(later), "Run")
 
 
 def test_page_escapes_what_the_run_wrote() -> None:
-    page = as_html(make_history(run_events(reason="<script>alert(1)</script> & co")), "<b>")
+    page = as_html(history_of(run_events(reason="<script>alert(1)</script> & co")), "<b>")
     assert "<script>" not in page
     assert "<b>" not in page
     assert "&lt;script&gt;" in page
 
 
 def test_page_of_a_run_that_never_trained_says_so() -> None:
-    page = as_html(make_history([event(1, "waiting", reason="1 of 2")]), "Run")
+    page = as_html(history_of([event(1, "waiting", reason="1 of 2")]), "Run")
     assert "Nothing was measured" in page
     assert "No step was committed" in page
 
@@ -261,11 +275,14 @@ def test_waterfall_goes_down_to_what_was_useful() -> None:
     assert data_x == pytest.approx(useful_x + useful_width, abs=0.1)
 
 
-def test_trace_has_a_thread_per_rank_without_overlaps_and_all_the_time(history: History) -> None:
-    trace = as_trace(history)
-    assert json.loads(json.dumps(trace)) == trace
+def test_trace_has_a_thread_per_rank_without_overlaps_and_all_the_time() -> None:
+    file = io.StringIO()
+    writer = TraceWriter(file, begin=100.0)
+    history = make_history(run_events(), (100.0, 113.0), writer.add)
+    writer.finish(history.incidents, history.end)
+    trace = json.loads(file.getvalue())
     slices = [each for each in trace["traceEvents"] if each["ph"] == "X"]
-    names = {each["args"]["name"] for each in trace["traceEvents"] if each["ph"] == "M"}
+    names = {each["args"].get("name") for each in trace["traceEvents"] if each["ph"] == "M"}
     assert {"n0", "n1", "n2", "rank 0", "rank 1", "incidents"} <= names
     for track in {(each["pid"], each["tid"]) for each in slices}:
         ordered = sorted((e["ts"], e["dur"]) for e in slices if (e["pid"], e["tid"]) == track)
@@ -298,6 +315,24 @@ def test_command_gives_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     found = json.loads(capsys.readouterr().out)
     assert found["failures"] == 2
     assert sum(found["seconds"].values()) == pytest.approx(found["wall_s"])
+
+
+def test_history_of_a_long_run_keeps_no_more_than_one_of_a_short_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many ranks, many steps: the first ranks in the timeline, a fair sample of the steps, and all of the sums."""
+    monkeypatch.setattr("p2pstate.observe.history.NUM_SAMPLES", 50)
+
+    def events() -> Iterator[dict[str, Any]]:
+        for number in range(1, 101):
+            for rank in range(MAX_RANKS + 9, -1, -1):
+                yield step(100.0 + number, rank, number, useful=1.0 if rank else 0.5)
+
+    history = make_history(events(), (100.0, 200.0))
+    assert sorted(history.timeline.ranks) == list(range(MAX_RANKS))
+    assert len(history.ranks) == MAX_RANKS + 10
+    assert sum(cell.get("useful", 0.0) for cell in history.timeline.ranks[5]) == pytest.approx(NUM_CELLS)
+    assert (len(history.step_samples_s), set(history.step_samples_s) <= {0.5, 1.0}) == (50, True)
+    assert history.useful_s == pytest.approx(history.total.seconds["useful"])
+    assert f"The first {MAX_RANKS} of {MAX_RANKS + 10} ranks" in as_html(history, "Run")
 
 
 def test_command_without_a_run_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

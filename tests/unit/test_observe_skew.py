@@ -5,12 +5,19 @@ from typing import Any
 
 import pytest
 
-from p2pstate.observe.skew import WINDOW_STEPS, Load, Windows, judge, skews_of
+from p2pstate.observe.skew import MAX_FINDINGS, MAX_POINTS, WINDOW_STEPS, Load, Skew, SkewHistory, Windows, judge
 from p2pstate.trace import Trace
 
 
 def step(rank: int, number: int, waited_s: float, **seconds: float) -> dict[str, Any]:
     return {"event": "step", "rank": rank, "step": number, "waited_s": waited_s, "clock": {"seconds": seconds}}
+
+
+def skews_of(events: list[dict[str, Any]]) -> list[Skew]:
+    windows = Windows(keep=len(events))
+    for event in events:
+        windows.add(event)
+    return [skew for first, loads in sorted(windows.loads.items()) if (skew := judge(first, loads)) is not None]
 
 
 def load(own_s: float, wall_s: float = 1.0, fetch_s: float = 0.0) -> Load:
@@ -54,6 +61,38 @@ def test_only_the_newest_windows_are_kept() -> None:
     for number in range(1, 100):
         windows.add(step(0, number, 0.0, useful=0.1))
     assert sorted(windows.loads) == [61, 81]
+
+
+def test_steps_that_come_again_have_their_window_also_while_a_run_lives() -> None:
+    """A run that goes on from a checkpoint far back."""
+    windows = Windows(keep=2)
+    for number in (*range(1, 100), 5, 6):
+        windows.add(step(0, number, 0.0, useful=0.1))
+    assert sorted(windows.loads) == [1, 81]
+
+
+def test_skew_of_a_long_run_is_kept_in_few_points_with_their_extremes() -> None:
+    """Rank 1 straggles in two windows of many, which are looked at before the run is over."""
+    skews, num_windows = SkewHistory(), 2 * MAX_POINTS + 100
+    for window in range(num_windows):
+        for rank in (0, 1):
+            slow_s = 9.0 if rank == 1 and window in (700, 1500) else 1.0
+            skews.add(step(rank, window * WINDOW_STEPS + 1, 0.0, useful=slow_s))
+    skews.finish()
+    assert len(skews.points) <= MAX_POINTS
+    assert skews.points[-1][0] == (num_windows - 1) * WINDOW_STEPS + 1
+    assert [slowest_s for _, slowest_s, _ in skews.points].count(9.0) == 2
+    assert {fastest_s for *_, fastest_s in skews.points} == {1.0}
+    assert [who for _, who, _ in skews.findings] == ["rank 1 straggles"] * 2
+
+
+def test_findings_are_counted_and_the_first_kept() -> None:
+    skews = SkewHistory()
+    for window in range(MAX_FINDINGS + 7):
+        for rank in (0, 1):
+            skews.add(step(rank, window * WINDOW_STEPS + 1, 0.0, useful=1.0 + 4.0 * rank))
+    skews.finish()
+    assert (len(skews.findings), skews.num_findings) == (MAX_FINDINGS, MAX_FINDINGS + 7)
 
 
 @pytest.mark.parametrize(

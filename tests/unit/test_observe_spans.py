@@ -6,9 +6,8 @@ import sys
 from typing import Any
 
 import pytest
-from test_observe_report import event, run_events
+from test_observe_report import event, find_incidents, run_events
 
-from p2pstate.observe.incidents import find_incidents
 from p2pstate.observe.spans import IncidentSpans
 
 sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="OpenTelemetry is not installed (p2pstate[otel])")
