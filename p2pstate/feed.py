@@ -75,6 +75,14 @@ class Feed:
         self._position.num_batches += 1
         return batch
 
+    def next_or_none(self) -> tuple[Any, ...] | None:
+        """None: the data has ended, and the next batch begins a new pass over it."""
+        try:
+            return self.next()
+        except StopIteration:
+            self.ended()
+            return None
+
     def _take(self) -> tuple[Any, ...]:
         if self._data is None:
             return ()

@@ -171,7 +171,7 @@ class Loop:
         try:
             while not done:
                 faulted = STATUS.error is not None or self._discard_pending
-                if faulted or (context.must_join and not self._rehearsals.go_on()):
+                if faulted or (context.must_join and self._rounds.in_all_ranks(not self._rehearsals.go_on())):
                     self._recover()
                     if done := context.passes_by:
                         continue
@@ -190,19 +190,19 @@ class Loop:
                     self.protection.capture_if_due(context.epoch, self.step)
                 try:
                     with METER.inside("data"):
-                        batch = self._feed.next()
-                except StopIteration:
-                    self._feed.ended()
-                    if context.must_join:
-                        if not self._feed.rewind():
-                            self._rehearsals.end()
-                    else:
-                        done = self._end.data_ended(context.epoch, self.step, self._feed.num_batches)
-                    continue
+                        batch = self._feed.next_or_none()
                 except BaseException as error:  # sys.exit() and torch.distributed.checkpoint's own as well
                     if not self._raised(self.step + 1, error):
                         raise
                     continue
+                if context.must_join:
+                    if not self._rounds.in_all_ranks(batch is not None):
+                        self._rehearse_again()
+                        continue
+                elif batch is None:
+                    done = self._end.data_ended(context.epoch, self.step, self._feed.num_batches)
+                    continue
+                assert batch is not None
                 self._turn_open = True
                 yield batch
                 self._turn_open = STATUS.between_steps = False
@@ -223,6 +223,12 @@ class Loop:
         done = not self._discard_pending and not self._context.must_join and self._finish(left=True)
         if not done:
             self._context.left_early = self._where or "state.run"
+
+    def _rehearse_again(self) -> None:
+        """Here, or in a rank that rehearses together with this one, there is no batch for another turn."""
+        self._feed.ended()
+        if not self._rounds.in_all_ranks(self._feed.rewind()):
+            self._rehearsals.end()
 
     # -- blocks
 
