@@ -9,6 +9,7 @@ the undisturbed run does not draw.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from p2pstate.state import rng as random_streams
 from p2pstate.types import LoopEnds
 
 __all__ = ["Feed", "LoopPosition"]
+
+MAX_REST = 64  # batches by which data is uneven; a longer rest is one of data without an end
 
 
 class LoopPosition:
@@ -49,7 +52,6 @@ class Feed:
         self._data = data
         self._position = position
         self._iterator: Iterator[Any] | None = None
-        self._ahead: tuple[Any, ...] | None = None  # taken by look_for_end
         self._start: tuple[int, Any] | None = None  # of a rehearsal: batches taken until then, the data's position
 
     def check(self, train_step: Callable[..., Any]) -> None:
@@ -69,9 +71,7 @@ class Feed:
 
     def next(self) -> tuple[Any, ...]:
         """The next batch, as arguments of train_step. Raises StopIteration when the data ends."""
-        batch, self._ahead = self._ahead, None
-        if batch is None:
-            batch = self._take()
+        batch = self._take()
         self._position.num_batches += 1
         return batch
 
@@ -91,12 +91,13 @@ class Feed:
             self._position.iterating = True
         return (next(self._iterator),)
 
-    def look_for_end(self) -> None:
-        """The loop is over, because the data of some rank ended: if this one's has as well, its pass ends here."""
-        try:
-            self._ahead = self._take()
-        except StopIteration:
-            self.ended()
+    def end_pass(self) -> None:
+        """The loop is over, because the data of some rank ended: so does the pass of this one, whose last few batches
+        nobody is trained with. Data that tells its own position has to come to its end to begin anew."""
+        with contextlib.suppress(StopIteration):
+            for _ in range(MAX_REST):
+                self._take()
+        self.ended()
 
     @property
     def num_batches(self) -> int:
@@ -130,12 +131,12 @@ class Feed:
 
     def ended(self) -> None:
         """The data ended here: the next batch begins a new pass over it."""
-        self._iterator = self._ahead = None
+        self._iterator = None
         self._position.iterating = False
 
     def drop(self) -> None:
         """The state is about to be replaced: nothing of the current pass is used any more."""
-        self._iterator = self._ahead = None
+        self._iterator = None
 
     def resume(self) -> None:
         """After a restore: iterate again, at the restored position. Some loaders draw a seed when they are asked to

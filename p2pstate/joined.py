@@ -20,7 +20,7 @@ from p2pstate.groups.registry import Registry
 from p2pstate.groups.waiting import wait_collective
 from p2pstate.observe.meter import METER
 from p2pstate.plan_recovery import StartOver
-from p2pstate.types import LoopEnds, Version
+from p2pstate.types import NO_ENDS, LoopEnds, Version
 
 __all__ = ["ROUND_FAILED", "Joined", "LostError", "MustStartOver", "OtherLoop", "Phases", "all_done"]
 
@@ -32,11 +32,11 @@ class LostError(P2PStateError):
 
 
 class MustStartOver(Retryable):
-    """The plan says that all workers have to begin again."""
+    """The plan says that all workers have to begin again. ``ends``: what they have to know of the training loops."""
 
-    def __init__(self, decision: StartOver) -> None:
+    def __init__(self, decision: StartOver, ends: LoopEnds = NO_ENDS) -> None:
         super().__init__(decision.reason)
-        self.decision = decision
+        self.decision, self.ends = decision, ends
 
 
 class OtherLoop(Retryable):

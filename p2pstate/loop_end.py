@@ -34,12 +34,13 @@ MIN_DATA_END_WAIT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class _DataEnd:
-    """The data of ``rank`` ended after ``step``, when it had taken ``num_batches`` in all."""
+    """The data of ``rank`` ended in ``loop`` after ``step``, when it had taken ``num_batches`` in all."""
 
     rank: int
     step: int
     num_batches: int
     epoch: int
+    loop: int
 
 
 class LoopEnd:
@@ -61,7 +62,6 @@ class LoopEnd:
         self.agreed_step: int | None = None
         self._told: _DataEnd | None = None  # by another rank
         self._block: tuple[int, int] | None = None  # that this rank is in: its step, how many batches with its own
-        self._ended_at = -1  # the newest step after which a loop ended: what is heard later of that end is old
         context.link.on_data_ended = self._on_data_ended
 
     def enter_block(self, step: int, num_batches: int) -> None:
@@ -71,8 +71,8 @@ class LoopEnd:
     def leave_block(self) -> None:
         self._block = None
 
-    def _on_data_ended(self, epoch: int, rank: int, step: int, num_batches: int) -> None:
-        self._told = _DataEnd(rank, step, num_batches, epoch)
+    def _on_data_ended(self, epoch: int, rank: int, step: int, num_batches: int, loop: int) -> None:
+        self._told = _DataEnd(rank, step, num_batches, epoch, loop)
         self._look_for_end()
 
     def _look_for_end(self) -> None:
@@ -81,7 +81,7 @@ class LoopEnd:
         A block with no more batches than the other rank has had may be the last one here as well, without a step.
         """
         told, block = self._told, self._block
-        if told is None or block is None or told.step <= self._ended_at:
+        if told is None or block is None or told.loop != self._context.loop:
             return
         if block[0] > told.step and block[1] > told.num_batches:
             STATUS.fail(P2PStateError(f"the data of rank {told.rank} ended after step {told.step}"), told.epoch)
@@ -107,7 +107,7 @@ class LoopEnd:
         voted = self._vote(step, timeout_s)
         if voted is None or not self._save_last(epoch, step, voted):
             return False
-        self.data_ended_at, self.agreed_step, self._ended_at = -1, None, step
+        self.data_ended_at, self.agreed_step = -1, None
         if step == 0 and self._stepping.num_open_blocks:
             self._stepping.warn_of_open_blocks()
         self._protection.loop_ended(Version(epoch, step), voted)
@@ -118,11 +118,12 @@ class LoopEnd:
 
     def data_ended(self, epoch: int, step: int, num_batches: int) -> bool:
         """This rank has no batch any more. If others have, all end at this step, after a round of its own."""
-        self._context.link.send("data_ended", epoch=epoch, step=step, num_batches=num_batches)
+        context = self._context
+        context.link.send("data_ended", epoch=epoch, step=step, num_batches=num_batches, loop=context.loop)
         if self.finish(epoch, step, max(MIN_DATA_END_WAIT_S, 10 * self._stepping.step_s)):
             return True
         self.data_ended_at = step
-        STATUS.fail(P2PStateError(f"the data of rank {self._context.rank} ended after step {step}"))
+        STATUS.fail(P2PStateError(f"the data of rank {context.rank} ended after step {step}"))
         return False
 
     def _vote(self, step: int, timeout_s: float | None = None) -> Ballot | None:

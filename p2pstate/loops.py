@@ -7,7 +7,8 @@ A script may train in one loop after another: epochs as loops of their own, pret
 begins later passes by the loops that are over (they end without a step), runs what stands between them, and joins in
 the loop in which the others are. What it has by then is replaced by the version, so only versions of that very loop can
 be resumed there. Before the first of them is whole, all workers start again, join in the loop before, which ends at
-once, and do together what comes after it.
+once, and do together what comes after it. That a loop comes to no step at all, as some rank's data ends before, is
+remembered over such a start: then it ends where it begins.
 
 Known limit: after which steps loops have ended is known of the newest NUM_ENDS_KEPT. A version from before them cannot
 be resumed from memory, only from disk: a checkpoint says itself which loops were over.
@@ -20,7 +21,7 @@ from collections.abc import Mapping
 from p2pstate.errors import Retryable
 from p2pstate.joined import LostError, MustStartOver, OtherLoop
 from p2pstate.plan_recovery import RankReport, StartOver
-from p2pstate.types import NUM_ENDS_KEPT, LoopEnds, Start
+from p2pstate.types import NO_ENDS, NUM_ENDS_KEPT, LoopEnds, Start
 
 __all__ = ["check_meeting", "check_version"]
 
@@ -42,9 +43,12 @@ def check_meeting(mine: RankReport, reports: Mapping[int, RankReport], ends: Loo
         raise Retryable(f"rank {behind[0]} has yet to come to training loop {newest}")
 
 
-def check_version(mine: RankReport, reports: Mapping[int, RankReport], ends: LoopEnds, loop: int, step: int) -> None:
-    """``step``, of training loop ``loop``, is to be resumed. Raises OtherLoop in all ranks where all are on their way
-    there, MustStartOver where some would have to go back, LostError where nobody knows the way there any more."""
+def check_version(
+    mine: RankReport, reports: Mapping[int, RankReport], ends: LoopEnds, loop: int, step: int, epoch: int
+) -> None:
+    """``step``, of training loop ``loop``, is to be resumed in round ``epoch``. Raises OtherLoop in all ranks where all
+    are on their way there, MustStartOver where some would have to go back, LostError where nobody knows the way there
+    any more."""
     if loop < 1:
         raise LostError(
             f"step {step}, the newest protected one, is more than {NUM_ENDS_KEPT} training loops ago, and which loop "
@@ -54,8 +58,12 @@ def check_version(mine: RankReport, reports: Mapping[int, RankReport], ends: Loo
         return
     if all(report.newcomer and report.loop == mine.loop for report in reports.values()) and mine.loop < loop:
         raise OtherLoop(loop, ends, together=True)
-    raise _restart(f"training loop {mine.loop} has no protected step yet: the newest is step {step}, of an earlier one")
+    began_after = ends.end_of(mine.loop - 1)
+    why = f"training loop {mine.loop} has no protected step yet: the newest is step {step}, of an earlier one"
+    if began_after >= 0 and any(each.loop == mine.loop and each.ended_at == began_after for each in reports.values()):
+        raise _restart(f"{why}, and the data of some rank ended before the first", ends.with_empty(epoch, mine.loop))
+    raise _restart(why)
 
 
-def _restart(why: str) -> MustStartOver:
-    return MustStartOver(StartOver(Start.RESTART, f"{why}; all workers start again"))
+def _restart(why: str, ends: LoopEnds = NO_ENDS) -> MustStartOver:
+    return MustStartOver(StartOver(Start.RESTART, f"{why}; all workers start again"), ends)

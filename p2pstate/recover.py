@@ -101,7 +101,7 @@ def join(
         with row.inside("plan"):
             plan = _agree(store, info, link, report.rank, reports, asked.settings.copies - met.lean, slots, phases)
         step = plan.version.step
-        check_version(report, reports, ends, ends.loop_of(step), step)
+        check_version(report, reports, ends, ends.loop_of(step), step, info.epoch)
     except (LostError, MustStartOver) as error:
         if on_disk is None or (isinstance(error, MustStartOver) and error.decision.start != Start.FRESH):
             raise

@@ -82,7 +82,7 @@ class DiskRecovery:
         with self.phases.phase("restore"):
             version, loaded = self.disk.load(resolved, self.state, self.info.world_size)
             ends = LoopPosition.ends_in(loaded.values["objects"]["loop"], self.info.epoch)
-            check_version(self.report, self.reports, ends, ends.num + 1, version.step)
+            check_version(self.report, self.reports, ends, ends.num + 1, version.step, self.info.epoch)
             self.state.restore_decoded(loaded.tensors, loaded.values)
             all_done(self.registry, lambda: STATUS.error is not None)
         seen_step = max([self.info.progress, *(report.committed_step for report in self.reports.values())])

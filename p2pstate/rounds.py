@@ -25,7 +25,7 @@ from p2pstate.resume import Disk
 from p2pstate.settings import Asked
 from p2pstate.state import LeafError, TrainingState
 from p2pstate.trace import JOIN
-from p2pstate.types import OLDEST, RoundInfo, Start
+from p2pstate.types import NO_ENDS, OLDEST, LoopEnds, RoundInfo, Start
 from p2pstate.worker.context import WorkerContext
 from p2pstate.worker.link import RoundAborted
 
@@ -183,13 +183,13 @@ class Rounds:
             self._connected()
             raise
         except MustStartOver as error:
-            link.send("start_over", epoch=info.epoch, start=error.decision.start, reason=error.decision.reason)
+            self._start_over(info, error.decision.start, error.decision.reason, error.ends)
         except LeafError as error:
             if report.newcomer:
                 raise
             # Such as parts that the model got after the version: a process of its own begins without them.
             reason = f"{error}: all workers start again"
-            link.send("start_over", epoch=info.epoch, start=Start.RESTART, reason=reason)
+            self._start_over(info, Start.RESTART, reason)
         except NotFinite as error:
             print(f"p2pstate: {error}", file=sys.stderr)
             context.leave(str(error), code=1, innocent=False)
@@ -208,3 +208,6 @@ class Rounds:
         finally:
             context.joining = False
         return None
+
+    def _start_over(self, info: RoundInfo, start: str, reason: str, ends: LoopEnds = NO_ENDS) -> None:
+        self._link.send("start_over", epoch=info.epoch, start=start, reason=reason, ends=ends.pack())

@@ -180,10 +180,11 @@ class Loop:
                 if context.asked_to_leave and not context.must_join and self._may_go():
                     self._go()
                 if not context.must_join and self._end.is_reached(self.step, last):
-                    ended = self._end.is_by_data(last) and self.step not in context.ends.left
+                    is_empty = context.loop in context.ends.empty
+                    by_data = self._end.is_by_data(last) and (is_empty or self.step not in context.ends.left)
                     done = self._finish()
-                    if done and ended:
-                        self._feed.look_for_end()
+                    if done and by_data:
+                        self._feed.end_pass()
                     continue
                 STATUS.trace.do(Doing.FETCHING)
                 if not context.must_join:
@@ -345,6 +346,8 @@ class Loop:
         if self._counting.begin(self):
             self.step = self._newest_yielded = self._counting.before
             self.protection.follow(context.kept)
+        if context.loop in context.ends.empty and not context.passes_by:
+            self._end.agreed_step = self.step
         self._feed.begin_loop(context.ends)
         STATUS.loud = False
         self._hand_over_journal()

@@ -43,24 +43,27 @@ NUM_ENDS_KEPT = 256  # the newest: versions in memory are of the last loops
 class LoopEnds(NamedTuple):
     """After which steps, counted through, the training loops of the run's script have ended: ``num`` loops, the newest
     of them after ``steps``. ``left``: those of these steps at which the user's code has left, by break or return. What
-    was said in a later round (``since``) counts more; in one round, the longer."""
+    was said in a later round (``since``) counts more; in one round, the longer. ``empty``: loops, begun after the
+    newest step, that are to end without one as soon as they begin again, for the data of some rank ends before."""
 
     since: int = 0
     num: int = 0
     steps: tuple[int, ...] = ()
     left: tuple[int, ...] = ()
+    empty: tuple[int, ...] = ()
 
     @staticmethod
     def unpack(raw: Any) -> LoopEnds:
         """ValueError or TypeError for what :meth:`pack` does not make."""
-        since, num, steps, left = raw
-        ends = LoopEnds(int(since), int(num), tuple(map(int, steps)), tuple(map(int, left)))
+        since, num, *lists = raw
+        steps, left, empty = (tuple(map(int, each)) for each in lists)
+        ends = LoopEnds(int(since), int(num), steps, left, empty)
         if len(ends.steps) != min(ends.num, NUM_ENDS_KEPT):
             raise ValueError(f"{num} loops with {len(ends.steps)} ends")
         return ends
 
     def pack(self) -> list[Any]:
-        return [self.since, self.num, list(self.steps), list(self.left)]
+        return [self.since, self.num, list(self.steps), list(self.left), list(self.empty)]
 
     def end_of(self, loop: int) -> int:
         """The step after which loop ``loop`` (they count from 1) has ended; -1: it has not, or long ago."""
@@ -74,14 +77,20 @@ class LoopEnds(NamedTuple):
 
     def ended(self, loop: int, step: int, *, left: bool = False) -> LoopEnds:
         """Loop ``loop`` has ended after ``step``, and those after it are still to come."""
-        return self._first(loop - 1)._appended(step, left=left)
+        later = () if step > self.end_of(loop - 1) else self.empty
+        later = later or tuple(each for each in self.empty if each > loop)
+        return self._first(loop - 1)._appended(step, left=left)._replace(empty=later)
 
     def resumed(self, epoch: int, step: int) -> LoopEnds:
         """A round has resumed the state after ``step``: only the loops before it have ended, and perhaps its own."""
         before = self._first(self.loop_of(step) - 1)
         if step in self.steps:
-            before = before._appended(step, left=step in self.left)
+            before = before._appended(step, left=step in self.left)._replace(empty=self.empty)
         return before._replace(since=epoch)
+
+    def with_empty(self, epoch: int, loop: int) -> LoopEnds:
+        """A round has found that ``loop`` comes to no step: it is to be over as soon as it begins again."""
+        return self._replace(since=epoch, empty=(*self.empty, loop))
 
     def _first(self, num: int) -> LoopEnds:
         steps = self.steps[: max(0, len(self.steps) - (self.num - num))]

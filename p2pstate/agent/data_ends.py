@@ -28,12 +28,13 @@ class DataEnds:
         self._node, self._tell_ranks = node, tell_ranks
         self.handlers: dict[str, Callable[..., None]] = {KIND: self._said}
 
-    def _said(self, worker: _HasRank, epoch: int, step: int, num_batches: int) -> None:
-        body = [epoch, worker.rank, step, num_batches]
+    def _said(self, worker: _HasRank, epoch: int, step: int, num_batches: int, loop: int) -> None:
+        body = [epoch, worker.rank, step, num_batches, loop]
         self._node.broadcast(KIND, body)
         self.heard(body)
 
     def heard(self, body: Any) -> None:
         """Raises TypeError or ValueError for what no agent of this version has sent."""
-        epoch, rank, step, num_batches = map(int, body)
-        self._tell_ranks({"t": KIND, "epoch": epoch, "rank": rank, "step": step, "num_batches": num_batches})
+        epoch, rank, step, num_batches, loop = map(int, body)
+        end = {"epoch": epoch, "rank": rank, "step": step, "num_batches": num_batches, "loop": loop}
+        self._tell_ranks({"t": KIND, **end})

@@ -125,8 +125,9 @@ class RoundState:
         elif is_unexplained():
             self._node.call_later(ERROR_GRACE_S, look_again)
 
-    def _start_over(self, worker: RankProcess, epoch: int, start: str, reason: str) -> None:
+    def _start_over(self, worker: RankProcess, epoch: int, start: str, reason: str, ends: list[Any]) -> None:
         if self.is_current(epoch):
+            self.ends = max(self.ends, LoopEnds.unpack(ends))
             self.start_over = start if start in (Start.FRESH, Start.RESTART) else Start.FRESH
             self._want_round(reason)
 

@@ -66,7 +66,7 @@ class Link:
         self.on_abort: Callable[[int, str], None] = lambda epoch, reason: None
         self.on_save_now: Callable[[], None] = lambda: None
         self.on_saved: Callable[[Version, str, str], None] = lambda version, error, name: None
-        self.on_data_ended: Callable[[int, int, int, int], None] = lambda epoch, rank, step, num_batches: None
+        self.on_data_ended: Callable[[int, int, int, int, int], None] = lambda *end: None
         self._thread = threading.Thread(target=self._read, name="p2pstate-link", daemon=True)
         self._thread.start()
 
@@ -204,7 +204,7 @@ class Link:
         elif kind == "saved":
             self.on_saved(Version(*message["version"]), message["error"], message["name"])
         elif kind == "data_ended":
-            self.on_data_ended(message["epoch"], message["rank"], message["step"], message["num_batches"])
+            self.on_data_ended(*(message[key] for key in ("epoch", "rank", "step", "num_batches", "loop")))
         elif kind == "abort":
             self._abort(message["epoch"], message["reason"])
         elif kind == "round":

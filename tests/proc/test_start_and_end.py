@@ -138,19 +138,27 @@ def test_rank_killed_after_its_loop_does_not_leave_the_others_with_wrong_sums(
 
 
 def test_uneven_data_ends_at_one_step_on_all_ranks(tmp_path: Path, fork_server: dict[str, str]) -> None:
+    """Loops with a step and a rest, without data for a step, and with whole steps. After each of the first two all
+    start again, and their rehearsals have uneven data as well."""
     body = (
-        TRAINING.replace("Data(10)", "Data(10 + 3 * rank)")
+        TRAINING.replace("optimizer.step()", "if data.position % window: return\n        optimizer.step()")
         + """
-    last = 0
-    for step, loss in state.run(train_step):
-        last = step
+    last = []
+    for length, window in ((5, 4), (2, 4), (10, 1)):
+        data.length = length + 3 * rank
+        for step, loss in state.run(train_step):
+            pass
+        last.append(state.committed_step)
     open(f"last-{rank}", "w").write(str(last))
     """
     )
     code, stderr, _ = run_tiny(tmp_path, fork_server, body)
     assert code == 0, stderr
-    assert [(tmp_path / f"last-{rank}").read_text() for rank in (0, 1)] == ["10", "10"], stderr
-    assert "the data of rank 0 ended after step 10" in stderr, "rank 0 waited until its vote's time was up"
+    assert [(tmp_path / f"last-{rank}").read_text() for rank in (0, 1)] == ["[1, 1, 11]"] * 2, stderr
+    assert "training loop 2 has no protected step yet" in stderr
+    for step in (1, 11):
+        assert f"the data of rank 0 ended after step {step}" in stderr, "rank 0 waited until its vote's time was up"
+    assert "not every rank voted" not in stderr
 
 
 LOOPS = """

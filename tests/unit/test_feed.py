@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from p2pstate.feed import Feed, LoopPosition
+from p2pstate.feed import MAX_REST, Feed, LoopPosition
 from p2pstate.types import LoopEnds
 
 
@@ -57,16 +57,14 @@ def test_position_tells_which_loops_were_over_when_it_was_captured() -> None:
     assert LoopPosition.ends_in(position.state_dict(), 7) == LoopEnds(7, 2, (10, 14))
 
 
-def test_pass_ends_where_the_data_of_another_rank_has_ended_only_if_its_own_has() -> None:
-    feed = Feed(data := Data(3), position := LoopPosition())
+@pytest.mark.parametrize(("length", "position_after"), [(2, 2), (5, 5), (1000, 2 + MAX_REST)])
+def test_pass_ends_where_the_data_of_another_rank_has_ended(length: int, position_after: int) -> None:
+    feed = Feed(data := Data(length), position := LoopPosition())
     assert [taken(feed) for _ in range(2)] == [1, 2]
-    feed.look_for_end()
-    assert (feed.num_batches, position.iterating) == (2, True)
-    assert (taken(feed), feed.num_batches) == (3, 3)
-    feed.look_for_end()
-    assert (feed.num_batches, position.iterating) == (3, False)
+    feed.end_pass()
+    assert (feed.num_batches, position.iterating, data.position) == (2, False, position_after)
     data.position = 0
-    assert taken(feed) == 1
+    assert (taken(feed), feed.num_batches) == (1, 3)
 
 
 def test_without_data_turns_are_counted() -> None:

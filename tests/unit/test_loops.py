@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from p2pstate.errors import Retryable
@@ -54,7 +56,9 @@ def test_only_the_newest_ends_are_kept_and_older_steps_belong_to_no_known_loop()
     assert LoopEnds.unpack(ends.pack()) == ends
 
 
-@pytest.mark.parametrize("raw", [None, [1, 2], [1, 2, [3], []], [1, 1, ["x"], []], [1, 0, [4], []]])
+@pytest.mark.parametrize(
+    "raw", [None, [1, 2], [1, 2, [3], [], []], [1, 1, ["x"], [], []], [1, 0, [4], [], []], [1, 0, [], []]]
+)
 def test_nonsense_is_no_ends(raw: object) -> None:
     with pytest.raises((TypeError, ValueError)):
         LoopEnds.unpack(raw)
@@ -83,14 +87,14 @@ def test_ranks_that_cannot_meet_start_again(reports: dict[int, RankReport]) -> N
 def test_version_of_the_loop_that_all_are_in_is_resumed_there() -> None:
     reports = {0: report(0, 3), 1: report(1, 3, newcomer=True)}
     check_meeting(reports[0], reports, ENDS)
-    check_version(reports[0], reports, ENDS, ENDS.loop_of(15), 15)
+    check_version(reports[0], reports, ENDS, ENDS.loop_of(15), 15, 5)
 
 
 def test_version_of_a_later_loop_sends_all_who_start_together_there() -> None:
     reports = {rank: report(rank, 1, newcomer=True) for rank in range(2)}
     check_meeting(reports[0], reports, ENDS)
     with pytest.raises(OtherLoop) as raised:
-        check_version(reports[0], reports, ENDS, ENDS.loop_of(15), 15)
+        check_version(reports[0], reports, ENDS, ENDS.loop_of(15), 15, 5)
     assert (raised.value.loop, raised.value.together, raised.value.ends) == (3, True, ENDS)
 
 
@@ -98,7 +102,26 @@ def test_version_of_a_later_loop_sends_all_who_start_together_there() -> None:
 def test_version_of_an_earlier_loop_is_resumed_by_workers_that_start_again(newcomer: bool) -> None:
     reports = {0: report(0, 3, newcomer=newcomer), 1: report(1, 3, newcomer=True)}
     with pytest.raises(MustStartOver, match="training loop 3 has no protected step yet: the newest is step 14"):
-        check_version(reports[0], reports, ENDS, ENDS.loop_of(14), 14)
+        check_version(reports[0], reports, ENDS, ENDS.loop_of(14), 14, 5)
+
+
+@pytest.mark.parametrize(("ended_at", "empty"), [(14, (3,)), (15, ()), (-1, ())])
+def test_loop_without_data_for_a_step_is_remembered_when_all_start_again(ended_at: int, empty: tuple[int, ...]) -> None:
+    reports = {0: report(0, 3), 1: replace(report(1, 3), ended_at=ended_at)}
+    with pytest.raises(MustStartOver) as raised:
+        check_version(reports[0], reports, ENDS, ENDS.loop_of(14), 14, 5)
+    told = LoopEnds.unpack(raised.value.ends.pack())
+    assert (told.empty, told > ENDS) == (empty, bool(empty))
+
+
+def test_empty_loop_is_forgotten_after_the_next_step_and_where_an_older_one_is_resumed() -> None:
+    ends = ENDS.with_empty(5, 3)
+    again = ends.resumed(6, 14)
+    assert again.empty == (3,), "the workers have started again and join in loop 2"
+    over = again.ended(2, 14).ended(3, 14)
+    assert (over.empty, over.resumed(7, 14).empty) == ((3,), (3,)), "and may have to once more"
+    assert over.with_empty(7, 4).empty == (3, 4)
+    assert over.ended(4, 16).empty == ends.resumed(6, 12).empty == ()
 
 
 def test_version_of_a_loop_that_nobody_remembers_is_lost_and_does_not_make_workers_start_again_for_ever() -> None:
@@ -107,7 +130,7 @@ def test_version_of_a_loop_that_nobody_remembers_is_lost_and_does_not_make_worke
         ends = ends.ended(loop, 10 * loop)
     reports = {rank: report(rank, 1, newcomer=True) for rank in range(2)}
     with pytest.raises(LostError, match=r"step 20, .* is more than 256 training loops ago"):
-        check_version(reports[0], reports, ends, ends.loop_of(20), 20)
+        check_version(reports[0], reports, ends, ends.loop_of(20), 20, 5)
 
 
 def test_report_survives_its_way() -> None:
