@@ -26,7 +26,7 @@ from p2pstate.agent.held import Held, Phase, RankProcesses
 from p2pstate.agent.vitals import Vitals, describe_threads, python_stacks, vitals_of
 from p2pstate.trace import STACKS_SIGNAL, Doing, Sample, read
 from rendezvous.node import Node
-from rendezvous.plain import count_from, list_from, text_from
+from rendezvous.plain import count_from, list_from, seconds_from, text_from
 from rendezvous.types import MemberKey
 
 __all__ = ["Watchdog"]
@@ -104,6 +104,7 @@ class Watchdog(Generic[Held]):
         self._over_at = 0.0
         self._watches: dict[int, _Watch] = {}  # by process id
         self._ranks: dict[int, _Rank] = {}
+        self._turn_elsewhere_s = 0.0  # what a step takes, as another node has told
         self._ticked_at = 0.0
         self._asked_at = self._heard_at = float("-inf")
         self._asked_for_slow: dict[int, int] = {}  # process id -> count: asked about once while only slow
@@ -175,7 +176,8 @@ class Watchdog(Generic[Held]):
         cpu_s = vitals.cpu_s - watch.vitals.cpu_s
         busy = is_busy(quiet_s, cpu_s, vitals.num_io_bytes - watch.vitals.num_io_bytes)
         joined = worker.phase is Phase.LOOP
-        allowed = allowed_s(sample, self._floor_s, joined=joined, busy=busy, known_turn_s=known.turn_s)
+        known_turn_s = known.turn_s or self._known_turn_s()
+        allowed = allowed_s(sample, self._floor_s, joined=joined, busy=busy, known_turn_s=known_turn_s)
         allowed = known.patience * (self._floor_s if vitals.state == STOPPED else allowed)
         evidence = Evidence(
             rank=worker.rank,
@@ -227,8 +229,13 @@ class Watchdog(Generic[Held]):
         self._case = _Case(self._num_cases, set(range(len(self._places))))
         for place, key in enumerate(self._places):
             if place != self._my_place:
-                self._node.send(key, "hang_ask", [self._round, self._num_cases])
+                self._node.send(key, "hang_ask", [self._round, self._num_cases, self._known_turn_s()])
         self._heard(self._my_place, self._evidence())
+
+    def _known_turn_s(self) -> float:
+        """What a step takes in some rank, for those of which that is not known: all ranks step together. A worker that
+        died before its steps were seen has left nothing to its successor, nor has any on a spare node."""
+        return max((known.turn_s for known in self._ranks.values()), default=0.0) or self._turn_elsewhere_s
 
     def _evidence(self) -> list[Evidence]:
         now = time.monotonic()
@@ -240,10 +247,11 @@ class Watchdog(Generic[Held]):
         if self._floor_s <= 0 or self._my_place is None:
             return
         if kind == "hang_ask":
-            round_, number = list_from(body, kind, 2)
+            round_, number, turn_s = list_from(body, kind, 3)
             if round_ == self._round and sender in self._places[: self._my_place]:
                 self._heard_at = time.monotonic()
             if round_ == self._round:
+                self._turn_elsewhere_s = seconds_from(turn_s) or self._turn_elsewhere_s
                 packed = [evidence.pack() for evidence in self._evidence()]
                 self._node.send(sender, "hang_answer", [round_, number, self._my_place, packed])
         elif kind == "hang_answer":
