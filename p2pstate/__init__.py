@@ -49,6 +49,7 @@ Layout, from the top down (a file imports only what stands above it):
     state/leaves.py
     state/holders.py
     state/forms.py
+    state/spreads.py        DTensors where no parameter lends its mesh
     state/sameness.py
     state/chunks.py
     state/layout.py

@@ -207,7 +207,7 @@ def _show_values(reader: Any, rank: int) -> None:
 
     key = key_of(values_path(rank))
     values = decode(reader.read({key: reader.whole(key)})[key].numpy().tobytes())
-    objects = {**values.get("objects", {}), **{f"extra.{k}": v for k, _, v in values.get("extra") or []}}
+    objects = {**values.get("objects", {}), **{f"extra.{k}": v for k, v in values.get("extra") or []}}
     for name, value in objects.items():
         text = repr(value)
         print(f"  rank {rank}: {name} = {text[:MAX_VALUE_CHARACTERS]}{'...' if text[MAX_VALUE_CHARACTERS:] else ''}")

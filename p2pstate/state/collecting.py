@@ -12,10 +12,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from p2pstate.state import quantised
 from p2pstate.state.encoding import Path, TensorRef, lower, path_text
+from p2pstate.state.errors import LeafError
 from p2pstate.state.forms import MAKEABLE, Sharing, form_of
 from p2pstate.state.holders import follows
 from p2pstate.state.leaves import SHELLS, Holders, Leaf, describe, local_of, plain_parts
+from p2pstate.state.spreads import spread_of
 
 __all__ = ["Collector", "FlatDicts", "is_simple"]
 
@@ -42,19 +45,43 @@ class Collector:
 
         def take(at: Path, tensor: torch.Tensor) -> Any:
             name = path_text(at)
-            follower = parameter is not None and follows(tensor, parameter)
-            self.add(name, tensor, holders if follower else self.own)
-            return _lowered(self._with_form(name, tensor))
+            before = len(self.leaves)
+            self.add(name, tensor, self.own)
+            if parameter is not None and follows(tensor, parameter):
+                self.leaves[before:] = [replace(leaf, holders=holders) for leaf in self.leaves[before:]]
+            return _lowered(self._with_form(name, tensor, parameter))
 
         return lower(value, path, take)
 
-    def _with_form(self, name: str, tensor: torch.Tensor) -> TensorRef:
+    def _with_form(self, name: str, tensor: torch.Tensor, parameter: torch.Tensor | None) -> TensorRef:
         ref = describe(name, tensor)
         if ref.parts or ref.kind not in MAKEABLE:
+            if parameter is None:
+                _check_makeable(name, tensor, ref)
             return ref
         shared = self.sharing.of(name, tensor) if self.sharing else ()
-        form = form_of(local_of(tensor) if isinstance(tensor, DTensor) else tensor, shared)
+        if isinstance(tensor, DTensor):
+            form = form_of(local_of(tensor), shared, () if _is_split_like(tensor, parameter) else spread_of(tensor))
+        else:
+            form = form_of(tensor, shared)
         return replace(ref, form=form) if form else ref
+
+
+def _check_makeable(name: str, tensor: torch.Tensor, ref: TensorRef) -> None:
+    """LeafError for what a newcomer could not make, in a place where a newcomer may have nothing to be written into."""
+    if ref.form or ref.kind == quantised.KIND or ref.kind in SHELLS:
+        return
+    what = "whose parts are no plain tensors" if isinstance(tensor, DTensor) else "whose context is no plain value"
+    raise LeafError(name, f"is a {type(tensor).__qualname__} {what}", "hold its parts there as plain tensors")
+
+
+def _is_split_like(tensor: DTensor, parameter: torch.Tensor | None) -> bool:
+    return (
+        isinstance(parameter, DTensor)
+        and tensor.shape == parameter.shape
+        and tensor.placements == parameter.placements
+        and tensor.device_mesh == parameter.device_mesh
+    )
 
 
 _LOWERED: dict[TensorRef, Any] = {}

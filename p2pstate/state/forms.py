@@ -22,7 +22,7 @@ from p2pstate.state.encoding import encode
 from p2pstate.state.errors import LeafError
 from p2pstate.state.leaves import Leaf, is_plain, write_into
 
-__all__ = ["MAKEABLE", "Maker", "Sharing", "form_of"]
+__all__ = ["MAKEABLE", "Maker", "Sharing", "form_of", "spread_in"]
 
 MAKEABLE = ("plain", "dtensor")  # kinds of references whose only part may have a form
 
@@ -63,14 +63,22 @@ class Sharing:
         return [base, _offset(first), _offset(tensor), size, "" if same == name else same]
 
 
-def form_of(tensor: torch.Tensor, shared: Sequence[Any] = ()) -> bytes:
-    """What :class:`Maker` needs besides shape and dtype; nothing for a contiguous tensor with memory of its own."""
+def form_of(tensor: torch.Tensor, shared: Sequence[Any] = (), spread: Sequence[Any] = ()) -> bytes:
+    """What :class:`Maker` needs besides shape and dtype; nothing for a contiguous tensor with memory of its own.
+
+    ``spread``: see spreads.py, of a DTensor of which ``tensor`` is the local part.
+    """
     strides = tensor.stride()
     odd = [] if strides == _contiguous(tensor.shape) else list(strides)
     trained = tensor.requires_grad and tensor.is_leaf
-    if not odd and not trained and not shared and not isinstance(tensor, nn.Parameter):
+    if not odd and not trained and not shared and not spread and not isinstance(tensor, nn.Parameter):
         return b""
-    return encode([odd, trained, isinstance(tensor, nn.Parameter), list(shared)])
+    return encode([odd, trained, isinstance(tensor, nn.Parameter), list(shared), list(spread)])
+
+
+def spread_in(form: bytes, name: str) -> list[Any]:
+    """The ``spread`` that :func:`form_of` was given."""
+    return _read(form, name)[4] if form else []
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +99,7 @@ class Maker:
         """``tensor`` is live and stays: what shared its memory is to share it again."""
         self._made[name] = tensor
         if form and is_plain(tensor):
-            *_, shared = _read(form, name)
+            *_, shared, _ = _read(form, name)
             if shared:
                 moved = _Memory(tensor.untyped_storage(), _offset(tensor) - shared[2])
                 self._memory.setdefault(shared[0], moved)
@@ -100,7 +108,7 @@ class Maker:
         """A tensor like the captured one, and whether ``value`` has still to be copied into it."""
         if not form:
             return value.detach().to(device, copy=True, memory_format=torch.contiguous_format), False
-        odd, trained, is_parameter, shared = _read(form, name)
+        odd, trained, is_parameter, shared, _ = _read(form, name)
         strides = tuple(odd) if odd and _is_apart(value.shape, odd) else _contiguous(value.shape)
         same = self._made.get(shared[4], self._live.get(shared[4])) if shared and shared[4] else None
         if same is not None and same.shape == value.shape and same.dtype == value.dtype:
@@ -140,19 +148,19 @@ class Maker:
         return made
 
 
-def _read(form: bytes, name: str) -> tuple[list[int], bool, bool, list[Any]]:
+def _read(form: bytes, name: str) -> tuple[list[int], bool, bool, list[Any], list[Any]]:
     content = decode(form, name)
     right = (
         type(content) is list
-        and list(map(type, content)) == [list, bool, bool, list]
+        and list(map(type, content)) == [list, bool, bool, list, list]
         and all(type(stride) is int and stride >= 0 for stride in content[0])
         and list(map(type, content[3])) in ([], [str, int, int, int, str])
         and all(number >= 0 for number in content[3][1:4])
     )
     if not right:
         raise LeafError(name, "is described in a way that makes no sense", "this copy is damaged: use another one")
-    odd, trained, is_parameter, shared = content
-    return odd, trained, is_parameter, shared
+    odd, trained, is_parameter, shared, spread = content
+    return odd, trained, is_parameter, shared, spread
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -50,6 +50,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def plain_parts(name: str, tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Named plain tensors that together are ``tensor``. LeafError names what cannot be captured."""
+    if tensor.is_nested:  # a jagged one keeps lengths beside its parts that a copy of these would not set
+        raise LeafError(name, "is a nested tensor", "hold its values() and offsets() as plain tensors")
     if type(tensor) in _PLAIN:
         _check_plain(name, tensor)
         if tensor.is_quantized:
@@ -130,7 +132,10 @@ def write_into(live: torch.Tensor, value: torch.Tensor) -> None:
         for dim, (size, stride) in enumerate(zip(live.shape, live.stride(), strict=True)):
             if stride == 0 and size > 1:
                 live, value = live.narrow(dim, 0, 1), value.narrow(dim, 0, 1)
-    with torch.inference_mode(live.is_inference()):  # a tensor made in inference mode can be written only there
+    if live.is_inference() and not torch.is_inference_mode_enabled():  # such a tensor can be written only there
+        with torch.inference_mode():
+            live.copy_(value)
+    else:
         live.copy_(value)
 
 
@@ -147,9 +152,9 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _check_plain(name: str, tensor: torch.Tensor) -> None:
     if tensor.is_meta:
         raise LeafError(name, "is on the meta device", "materialise and fill the model before capturing")
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else str(tensor.layout)
-        raise LeafError(name, f"is a {kind} tensor", "hold its parts (indices, codes, scales) as plain tensors")
+    if tensor.layout is not torch.strided:
+        advice = "hold its parts (indices, codes, scales) as plain tensors"
+        raise LeafError(name, f"is a {tensor.layout} tensor", advice)
     if not tensor.is_contiguous() and _overlaps(tensor):
         raise LeafError(
             name,

@@ -8,7 +8,7 @@ so that an object which keeps what it is given never points into a slot.
 from __future__ import annotations
 
 import re
-from collections.abc import Container, MutableMapping
+from collections.abc import Container, Mapping, MutableMapping
 from itertools import count
 from typing import Any
 
@@ -29,9 +29,6 @@ __all__ = [
 ]
 
 _RESERVED = re.compile(r"(model|optimizer|comm_hook)\d*|extra|rng")
-
-_GENERATOR = "generator"
-_VALUE = "value"
 
 
 def free_name(thing: Any, taken: Container[str]) -> str:
@@ -74,33 +71,16 @@ def restore_object(rebuilder: Rebuilder, name: str, thing: Any, tree: Any) -> No
 
 
 def collect_extra(collector: Collector, extra: MutableMapping[str, Any]) -> list[Any]:
-    """Rows [key, kind, tree], in the mapping's order."""
-    rows: list[Any] = []
-    for key, value in extra.items():
-        if is_generator(value):
-            rows.append([key, _GENERATOR, collector.tree(generator_state(value), ("extra", key))])
-        else:
-            rows.append([key, _VALUE, collector.tree(value, ("extra", key))])
-    return rows
+    """Rows [key, tree], in the mapping's order."""
+    return [[key, collector.tree(value, ("extra", key))] for key, value in extra.items()]
 
 
-def plan_extra(rebuilder: Rebuilder, extra: MutableMapping[str, Any], rows: list[Any]) -> list[Any]:
-    """Rows [key, live generator or None, value] for ``apply_extra``; live tensors that match stay. Writes nothing."""
-    planned: list[Any] = []
-    for key, kind, tree in rows:
-        live = extra.get(key)
-        if kind == _GENERATOR and not is_generator(live):
-            advice = "put a generator of the same kind there before restoring"
-            raise LeafError(f"extra/{key}", "was a random generator when captured and is none here", advice)
-        value = rebuilder.tree(tree, live, ("extra", key), None)
-        planned.append([key, live if kind == _GENERATOR else None, value])
-    return planned
+def plan_extra(rebuilder: Rebuilder, extra: MutableMapping[str, Any], rows: list[Any]) -> dict[str, Any]:
+    """What ``extra`` is to hold; live tensors and generators that match stay. Writes nothing."""
+    return {key: rebuilder.tree(tree, extra.get(key), ("extra", key), None) for key, tree in rows}
 
 
-def apply_extra(extra: MutableMapping[str, Any], planned: list[Any]) -> None:
+def apply_extra(extra: MutableMapping[str, Any], planned: Mapping[str, Any]) -> None:
     """Makes ``extra`` hold exactly what was planned, in its order."""
     extra.clear()
-    for key, generator, value in planned:
-        if generator is not None:
-            set_generator_state(generator, value, f"extra/{key}")
-        extra[key] = value if generator is None else generator
+    extra.update(planned)

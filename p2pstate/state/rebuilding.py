@@ -21,9 +21,10 @@ from p2pstate.state import quantised
 from p2pstate.state.decoding import decode
 from p2pstate.state.encoding import Path, TensorRef, path_text
 from p2pstate.state.errors import LeafError
-from p2pstate.state.forms import MAKEABLE, Maker
+from p2pstate.state.forms import MAKEABLE, Maker, spread_in
 from p2pstate.state.leaves import SHELLS, describe, is_plain, local_of, plain_parts
 from p2pstate.state.rng import GeneratorState, generator_kind, is_generator, make_generator, set_generator_state
+from p2pstate.state.spreads import spread
 
 __all__ = ["Rebuilder", "references"]
 
@@ -111,12 +112,18 @@ class Rebuilder:
         fresh, is_empty = self._maker.make(name, ref.form, value, _device(ref, parameter))
         if is_empty:
             self.copies.append((fresh.detach(), value))
-        return fresh if ref.kind == "plain" else _sharded_like(fresh, parameter, name)
+        if ref.kind == "plain":
+            return fresh
+        row = spread_in(ref.form, name)
+        if row:
+            return spread(fresh, row, (each for each in _tensors_in(self._live()) if isinstance(each, DTensor)), name)
+        return _sharded_like(fresh, parameter, name)
 
     def _subclass(self, ref: TensorRef, name: str, parameter: torch.Tensor | None) -> torch.Tensor | None:
-        """A new tensor of the class that a live one of this name has; None if there is none or it cannot be made."""
+        """A new tensor of the class that has this name; None if there is none or it cannot be made."""
         keys = [part.removeprefix("/") for part in ref.parts]
         kind: Any = next((type(each) for each in _tensors_in(self._live()) if _is_like(each, ref.kind, keys)), None)
+        kind = kind or _only_class(ref.kind)
         if kind is None or not ref.form:
             return None
         shape, stride, context = decode(ref.form, name)
@@ -153,6 +160,16 @@ def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 def _is_like(tensor: Any, kind: str, keys: list[str]) -> bool:
     return type(tensor).__qualname__ == kind and not is_plain(tensor) and tensor.__tensor_flatten__()[0] == keys
+
+
+def _only_class(name: str) -> Any:
+    """The class of wrapper tensors of this name that the program has loaded; None if there is none, or several."""
+    todo: list[Any] = [torch.Tensor]
+    found: list[Any] = []
+    while todo:
+        todo += (kinds := todo.pop().__subclasses__())
+        found += (each for each in kinds if each.__qualname__ == name and hasattr(each, "__tensor_unflatten__"))
+    return found[0] if len(set(found)) == 1 else None
 
 
 def _at(live: Any, key: Any) -> Any:

@@ -29,7 +29,7 @@ from p2pstate.state.rebuilding import Rebuilder, references
 
 __all__ = ["FORMAT", "Live", "names_in", "restore"]
 
-FORMAT = 5
+FORMAT = 6
 _MAX_NAMES_SHOWN = 8
 
 
@@ -66,7 +66,7 @@ def restore(live: Live, shapes: BufferShapes, tensors: Mapping[str, torch.Tensor
     rebuilder = Rebuilder(tensors, lambda: _all_live(live, parameters), parameters)
     rebuilder.copies += [(leaf.tensor, tensors[leaf.name]) for leaf in fixed]
     planned = [o.plan(saved["optimizers"][o.prefix], parameters, rebuilder) for o in live.optimizers]
-    extra = plan_extra(rebuilder, live.extra, saved["extra"]) if live.extra is not None else []
+    extra = plan_extra(rebuilder, live.extra, saved["extra"]) if live.extra is not None else {}
 
     for target, value in rebuilder.copies:
         write_into(target, value)
@@ -102,6 +102,8 @@ def _all_live(live: Live, parameters: Mapping[str, torch.Tensor]) -> Iterator[An
     yield from parameters.values()
     for optimizer in live.optimizers:
         yield from optimizer.local.state.values()
+    yield from (live.extra or {}).values()
+    yield from (thing.state_dict() for thing in live.objects.values() if not rng.is_generator(thing))
 
 
 def _check_sections(live: Live, saved: Any) -> None:
@@ -139,7 +141,7 @@ def _check_structure(saved: Any) -> None:
         and saved.get("format") == FORMAT
         and all(isinstance(saved.get(key, ...), kind) for key, kind in sections.items())
         and all(_is_optimizer(tree) for tree in saved["optimizers"].values())
-        and all(isinstance(row, list) and len(row) == 3 for row in saved["extra"] or [])
+        and all(isinstance(row, list) and len(row) == 2 for row in saved["extra"] or [])
     )
     if not right:
         raise LeafError("values", "are not in this release's format", "run the same release of p2pstate everywhere")
@@ -194,7 +196,7 @@ def names_in(saved: Any) -> set[str]:
     for section in ("extra_state", "objects"):
         for name, tree in saved[section].items():
             wanted.update(references(tree, name))
-    for key, _, tree in saved["extra"] or []:
+    for key, tree in saved["extra"] or []:
         wanted.update(references(tree, ("extra", key)))
     return wanted
 

@@ -221,7 +221,7 @@ class TrainingState:
             model.forget()
         for optimizer in self._live.optimizers:
             optimizer.forget()
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():  # what is made is to be trained
             restore(self._live, self._shapes, tensors, values)
 
     def model_leaves(self) -> list[Leaf]:

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from state_zoo import assert_same, bits, image_of, restore
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -85,6 +85,54 @@ def test_restore_under_fsdp2_continues_like_its_twin(num_steps_before: int) -> N
     assert type(optimizer.state[model[0].weight]["step"]) is torch.Tensor
     train(model, optimizer, 2)
     assert_same(image_of(state), end)
+
+
+class Average:
+    """Holds DTensors, from its first update on."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.shadow: dict[str, torch.Tensor] = {}
+
+    def update(self) -> None:
+        self.shadow = {name: p.detach() * 0.5 for name, p in self.model.named_parameters()}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+@pytest.mark.parametrize("updated", [False, True])
+def test_restore_of_an_object_that_holds_distributed_tensors_spreads_them_as_captured(fake: int, updated: bool) -> None:
+    def build() -> tuple[Average, TrainingState]:
+        model = net()
+        fully_shard(model)
+        average = Average(model)
+        return average, TrainingState([model], [], {"average": average}, rng=False)
+
+    average, state = build()
+    average.update()
+    average.shadow["all"] = distribute_tensor(torch.arange(3.0), model_mesh(average.model), [Replicate()])
+    image = image_of(state)
+    restore(state, image)
+    assert_same(image_of(state), image)
+    newcomer, its_state = build()
+    if updated:
+        newcomer.update()
+    restore(its_state, image)
+    assert_same(image_of(its_state), image)
+    for name, tensor in average.shadow.items():
+        restored = newcomer.shadow[name]
+        assert isinstance(tensor, DTensor)
+        assert isinstance(restored, DTensor)
+        assert (restored._spec.placements, restored.shape) == (tensor._spec.placements, tensor.shape)
+        assert restored.device_mesh == tensor.device_mesh
+
+
+def model_mesh(model: nn.Module) -> DeviceMesh:
+    return next(p.device_mesh for p in model.parameters() if isinstance(p, DTensor))
 
 
 @pytest.mark.usefixtures("gloo")

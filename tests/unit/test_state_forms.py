@@ -112,11 +112,11 @@ def test_most_tensors_have_no_form() -> None:
 @pytest.mark.parametrize(
     "form",
     [
-        encode([[1, 1], False, False, []]),
-        encode([[1], False, False, []]),
-        encode([[2, 1], False, False, ["base", 0, 1 << 40, 64, ""]]),
-        encode([[2, 1], False, False, ["base", 0, 3, 64, ""]]),
-        encode([[2, 1], False, False, ["base", 0, 0, 8, ""]]),
+        encode([[1, 1], False, False, [], []]),
+        encode([[1], False, False, [], []]),
+        encode([[2, 1], False, False, ["base", 0, 1 << 40, 64, ""], []]),
+        encode([[2, 1], False, False, ["base", 0, 3, 64, ""], []]),
+        encode([[2, 1], False, False, ["base", 0, 0, 8, ""], []]),
     ],
     ids=["overlapping", "too few", "beyond", "odd offset", "too small"],
 )
