@@ -135,22 +135,22 @@ class Stepping:
         if not self._vote(block, ended=self._num_quiet_blocks >= NUM_QUIET_BLOCKS):
             raise StepDiscarded
         if block.voted is not None and block.voted.spoilt_rank != NO_RANK:
-            self._not_finite(block.step, block.voted.spoilt_rank)
+            self._not_finite(block.step, block.voted.spoilt_rank, -block.voted.neg_spoilt_rank)
         block.num_gates += 1
         if block.num_gates == 1:
             block.num_collectives_before = REGISTRY.num_collectives
 
-    def _not_finite(self, step: int, rank: int) -> None:
+    def _not_finite(self, step: int, first: int, last: int) -> None:
+        """``first``, ``last``: of the ranks with such gradients."""
+        whose = f"rank {first}" if first == last else f"ranks {first} to {last} (reduced ones are no rank's own)"
         if self._on_nan == "skip":
             raise StepSkipped
         if self._on_nan == "rollback":
             self.spoilt_step = step
-            STATUS.fail(
-                P2PStateError(f"in step {step} gradients of rank {rank} are NaN or infinite: the run goes back")
-            )
+            STATUS.fail(P2PStateError(f"in step {step} gradients of {whose} are NaN or infinite: the run goes back"))
             raise StepDiscarded
         raise NotFinite(
-            f"in step {step} gradients of rank {rank} are NaN or infinite: the run stops before they reach the model "
+            f"in step {step} gradients of {whose} are NaN or infinite: the run stops before they reach the model "
             "(on_nan='stop'); look for the batch or the learning rate, or leave such batches out with on_nan='skip'"
         )
 
@@ -212,7 +212,8 @@ class Stepping:
         protected = protection.complete()
         spoilt = NO_RANK if finite else REGISTRY.rank
         need = -protection.need_vote(self.step_s)
-        seen = protection.save_vote(step), spoilt, need, int(protection.alike), protection.balance
+        neg_spoilt = 1 if finite else -REGISTRY.rank
+        seen = protection.save_vote(step), spoilt, need, int(protection.alike), neg_spoilt, protection.balance
         ballot = Ballot(int(boundary), int(ended), step, -step, *protected, *seen)
         result = vote(REGISTRY, STATUS, ballot, timeout_s)
         if result is not None and result.step != -result.neg_step:

@@ -154,7 +154,7 @@ class NodeAgent:
                 status |= companion.status()
             return status
         if kind == "stop" and isinstance(body, str):
-            self._fail(EXIT_STOPPED, f"stopped by an operator: {body}")
+            self._fail(EXIT_STOPPED, f"stopped by an operator: {' '.join(body.split())}")
             return {"taken": True}
         return None
 

@@ -290,7 +290,7 @@ class Agent:
             refused = "this node was not started with p2prun --chaos"
             return self._chaos.answer(body) if self._chaos is not None else {"refused": refused}
         if kind == "stop" and isinstance(body, str):
-            self.declare(EXIT_STOPPED, f"stopped by an operator: {body}")
+            self.declare(EXIT_STOPPED, f"stopped by an operator: {' '.join(body.split())}")
             return {"taken": True}
         return None
 

@@ -38,7 +38,8 @@ class Ballot:
     ``step``: the step being voted on; ``neg_step`` its negative, so that the minimum shows disagreement.
     ``protected_epoch``, ``protected_step``: newest version of which all that this rank writes is complete: its own
     slots and the copies it keeps for its wards. The smallest over all ranks is complete in both places everywhere.
-    ``spoilt_rank``: this rank, if its gradients are no numbers (and it was asked to look), else ``NO_RANK``.
+    ``spoilt_rank``: this rank, if its gradients are no numbers (and it was asked to look), else ``NO_RANK``;
+    ``neg_spoilt_rank``: minus this rank, or 1: the smallest shows the last such rank.
     ``save``: whether a version should go to disk (see saving.py).
     ``neg_need``: minus the thousandths of a step that this rank needs from one version to the next (interval.py): the
     smallest is the largest need.
@@ -56,6 +57,7 @@ class Ballot:
     spoilt_rank: int = NO_RANK
     neg_need: int = 0
     alike: int = 1
+    neg_spoilt_rank: int = 1
     balance: int = 0  # the last field
 
 

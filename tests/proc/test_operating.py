@@ -48,12 +48,12 @@ def test_status_shows_ranks_and_copies_of_all_nodes_and_stop_ends_them(
         assert answers["node1"]["ranks"][0]["step"] >= 5
         assert answers["node1"]["vault_bytes"] > 0
 
-        code, text = p2prun("stop", "--reason", "tea", *where)
+        code, text = p2prun("stop", "--reason", "tea,\nthen more", *where)
         assert code == 0, text
         cluster.wait_end(DEADLINE_S)
         assert set(cluster.exit_codes().values()) == {143}
         assert cluster.leftovers() == []
-    assert ": tea" in "".join(path.read_text() for path in folder.glob("agent-*.log"))
+    assert ": tea, then more\n" in "".join(path.read_text() for path in folder.glob("agent-*.log"))
 
 
 def test_nobody_there_is_an_error_that_says_what_to_check() -> None:

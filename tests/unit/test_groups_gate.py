@@ -50,14 +50,16 @@ def test_vote_outcome_is_the_minimum_of_every_field_and_the_sum_of_balances_on_e
         [(1, 1, 7, -7, 2, 6), (0, 1, 7, -7, 2, 5, 1), (1, 0, 7, -7, 1, 9)],
         [(1, 1, 8, -8, 0, -1), (1, 1, 7, -7, 0, -1), (1, 1, 8, -8, 0, -1)],
         [(1, 1, 1 << 40, -(1 << 40), 1 << 33, 1 << 50)] * NUM_RANKS,
-        [(1, 1, 7, -7, 2, 6, 2, NO_RANK, 0, 1, balance) for balance in (1 << 50, -3, 4)],
+        [(1, 1, 7, -7, 2, 6, 2, NO_RANK, 0, 1, 1, balance) for balance in (1 << 50, -3, 4)],
+        [(1, 1, 7, -7, 2, 6, 2, *spoilt, 0) for spoilt in ((NO_RANK, 0, 1, 1), (1, 0, 1, -1), (2, 0, 1, -2))],
     ]
     expected = [
         (1, 1, 7, -7, 2, 6, 2),
         (0, 0, 7, -7, 1, 5, 1),
         (1, 1, 7, -8, 0, -1, 2),  # step and neg_step show that the ranks do not agree
         (1, 1, 1 << 40, -(1 << 40), 1 << 33, 1 << 50, 2),
-        (1, 1, 7, -7, 2, 6, 2, NO_RANK, 0, 1, (1 << 50) + 1),
+        (1, 1, 7, -7, 2, 6, 2, NO_RANK, 0, 1, 1, (1 << 50) + 1),
+        (1, 1, 7, -7, 2, 6, 2, 1, 0, 1, -2, 0),  # the gradients of ranks 1 to 2 are no numbers
     ]
     outcome = [astuple(Ballot(*each)) for each in expected]
     assert run_ranks(cast, tmp_path, NUM_RANKS, ballots) == [outcome] * NUM_RANKS
