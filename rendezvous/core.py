@@ -308,6 +308,12 @@ class Core:
                 self._out.send(record.member, Gossip((record.update(),)))  # that view may still contain it
 
     def _on_sync(self, message: Sync, envelope: Envelope, now: float) -> None:
+        """The table of a member, or of one that this node asked to be taken in by: it may have a taken name itself."""
+        if envelope.sender not in self.membership.records and any(
+            update.member.key == envelope.sender and self._joining.refuses_name(update.member, now)
+            for update in message.updates
+        ):
+            return
         self._apply_all(message.updates, now)
         if message.view is not None:
             self._install(message.view, now)
@@ -350,6 +356,14 @@ class Core:
     # -- decisions --------------------------------------------------------------------------------------------------
 
     def _install(self, view: View, now: float) -> None:
+        fewest, most = self.config.num_nodes_min, self.config.num_nodes_max
+        if self.newest is None and not fewest <= len(view.places) <= most:
+            self._out.put(
+                Waiting(
+                    f"this run's number of training nodes is {len(view.places)}, but this node was told --nnodes "
+                    f"{fewest}:{most}: start all nodes with the same --nnodes"
+                )
+            )
         if self._decisions.install(view, now):
             self._said.clear()
 

@@ -88,7 +88,7 @@ class Joining:
             self._out.send(member, Gossip((known.update(),)))
             self._out.send(member, JoinRefused(f"this incarnation is out ({known.reason}); start the agent anew"))
             return False
-        if self._is_taken(member, now):
+        if self.refuses_name(member, now):
             return False
         self._replace_predecessors(member, now)
         if known is None:
@@ -96,7 +96,7 @@ class Joining:
             self._membership.apply(news, now, first_hand=True)
         return True
 
-    def _is_taken(self, member: Member, now: float) -> bool:
+    def refuses_name(self, member: Member, now: float) -> bool:
         """Refuse a name that a live member has at another address. A dead one's name is free, a silent one's soon."""
         for record in self._membership.records.values():
             other = record.member

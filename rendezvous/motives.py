@@ -15,7 +15,7 @@ from rendezvous.config import Config
 from rendezvous.effects import Outbox, Waiting
 from rendezvous.membership import Membership
 from rendezvous.messages import Decided, Status, Wanted
-from rendezvous.types import Member, MemberKey, Role
+from rendezvous.types import Member, MemberKey, Role, View
 from rendezvous.views import natural
 
 _MAX_REQUESTS = 16
@@ -121,13 +121,17 @@ class Motives:
                 dead = f"{member.name} is dead: {record.reason}"
                 already = f"node {member.name} is gone: {record.reason}" in self._requests
                 found += [] if already else [dead]
-        found += [f"{member.name} joined" for member in self._settled_candidates(view.keys)]
+        found += [f"{member.name} joined" for member in self._settled_candidates(view, answered)]
         return found
 
-    def _settled_candidates(self, members: frozenset[MemberKey]) -> list[Member]:
-        """New members, once they are here for a moment: those that come together enter together."""
+    def _settled_candidates(self, view: View, answered: Container[MemberKey]) -> list[Member]:
+        """New members, once they are here for a moment: those that come together enter together. A view has no place
+        for one whose name another member has that lives.
+        """
+        records, members = self._membership.records, view.keys
+        taken = {key.name for key in members if key in answered or (key in records and records[key].live)}
         settled_s = self._now - self._timing.probe_interval_s
-        new = [r for key, r in self._membership.records.items() if key not in members and r.live]
+        new = [r for key, r in records.items() if key not in members and r.live and key.name not in taken]
         waiting = [r.since_s + self._timing.probe_interval_s for r in new if r.since_s > settled_s]
         self._holds_until_s = min([self._holds_until_s, *waiting])
         return [r.member for r in new if r.since_s <= settled_s]

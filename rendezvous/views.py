@@ -107,7 +107,9 @@ def plan_view(previous: View | None, usable: Sequence[Member], sizes: Sizes) -> 
     before = previous.keys if previous else frozenset()
     # A restarted agent waits until its predecessor is known to be dead: one name, one member.
     taken = {m.name for m in usable if m.key in before}
-    fresh = [m for m in usable if m.key not in before and m.name not in taken]
+    newcomers = [m for m in usable if m.key not in before and m.name not in taken]
+    oldest = {m.name: m for m in sorted(newcomers, key=lambda m: m.key, reverse=True)}
+    fresh = list(oldest.values())
     nodes = [m for m in fresh if m.role is Role.NODE]
     if previous is None:
         nodes.sort(key=lambda m: (natural(m.name), m.key))

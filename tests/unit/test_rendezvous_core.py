@@ -53,6 +53,16 @@ def test_node_that_comes_to_another_run_is_told_and_says_so() -> None:
     assert not list(bench.core.membership.others())
 
 
+@pytest.mark.parametrize(("places", "agrees"), [("ab", False), ("abc", True), ("abcd", True), ("abcde", False)])
+def test_node_that_was_told_other_sizes_than_the_run_has_says_so_once(places: str, agrees: bool) -> None:
+    bench = Bench(num_nodes_min=3, num_nodes_max=4)
+    said = [e.reason for e in bench.hear(member("b"), Decided(view_of(places))) if isinstance(e, Waiting)]
+    text = f"this run's number of training nodes is {len(places)}, but this node was told --nnodes 3:4"
+    assert [text in reason for reason in said] == ([] if agrees else [True])
+    later = bench.hear(member("b"), Decided(view_of(places, 2)), nonce="nonce")
+    assert not any(isinstance(effect, Waiting) for effect in later)
+
+
 def test_views_come_in_order_and_old_ones_change_nothing() -> None:
     bench = Bench()
     effects = bench.hear(member("b"), Decided(view_of("ab", 3)))

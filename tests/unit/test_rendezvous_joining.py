@@ -143,6 +143,21 @@ def test_name_of_a_live_member_at_another_address_is_refused() -> None:
     assert member("b", 2).key not in bench.core.membership.records
 
 
+def test_taken_name_of_a_node_that_this_one_asked_itself_is_refused() -> None:
+    """It listens at a contact, so others ask it to be taken in, and answers like a member."""
+    bench = Bench()
+    bench.know(member("b"))
+    impostor = member("b", 2, 9999)
+    updates = tuple(Update(known, Status.ALIVE, 0, "", False, known.name) for known in (impostor, member("a")))
+    table = Sync(updates, None, None, False)
+    ((address, refused),) = sent(bench.hear(impostor, table), JoinRefused)
+    assert (address, impostor.key in bench.core.membership.records) == (impostor.address, False)
+    assert "names must be unique" in refused.reason
+    bench.core.membership.judge(member("b").key, Status.DEAD, "silent", 0.0)
+    bench.hear(impostor, table)
+    assert bench.status(impostor) is Status.ALIVE
+
+
 def test_name_of_a_silent_member_is_free_once_it_is_taken_for_dead() -> None:
     bench = Bench()
     bench.know(member("b"))

@@ -9,7 +9,7 @@ from core_bench import Bench, member, sent, view_of
 
 from rendezvous import events
 from rendezvous.effects import Waiting
-from rendezvous.messages import Decided, Prepare, Status, Update, Wanted
+from rendezvous.messages import Decided, Gossip, Prepare, Status, Update, Wanted
 from rendezvous.types import Member, Role
 
 
@@ -166,3 +166,18 @@ def test_rejoining_agent_founds_no_run() -> None:
     bench = Bench(rejoin=True, failure_s=60.0)
     bench.core.membership.apply(Update(member("b"), Status.ALIVE, 0, "", False, "b"), 0.0)
     assert start(bench, 5.0)[1] is None
+
+
+def test_newcomer_with_the_name_of_a_live_member_is_no_reason_until_that_one_is_dead() -> None:
+    """Two members took in one node each, both of one name: whoever hears of both has both in its table."""
+    bench = Bench()
+    bench.know(member("b"), member("c"))
+    bench.hear(member("b"), Decided(view_of("abc")))
+    other = Update(member("c", 2, 9999), Status.ALIVE, 0, "", False, "b")
+    bench.hear(member("b"), Gossip((other,)), nonce="nonce")
+    assert sent(bench.step(events.Tick(), 1.0), Prepare) == []
+    assert bench.status(other.member) is Status.ALIVE
+    bench.core.membership.judge(member("c").key, Status.GONE, "killed", 1.0, proof=True)
+    bench.step(events.Tick(), 1.1)
+    assert bench.core.motives.reasons() == ["c is dead: killed", "c joined"]
+    assert bench.core.agreement.proposal is not None

@@ -201,3 +201,11 @@ def test_round_changes_with_the_places_or_on_request_only(usable: str, wanted: b
 def test_first_view_begins_epoch_round_and_nonce() -> None:
     view = make_view(None, planned(None, [member("a")], 1, 1), "made", "the run starts", False, {})
     assert (view.epoch, view.round, view.nonce) == (1, 1, "made")
+
+
+@pytest.mark.parametrize("previous", [None, view_of("bc")])
+def test_of_two_newcomers_with_one_name_the_older_comes_in(previous: View | None) -> None:
+    usable = [member("b"), member("c"), member("a", 3), member("a", 2)]
+    plan = plan_view(previous, usable, ANY)
+    assert isinstance(plan, Plan)
+    assert sorted(str(m.key) for m in plan.places) == ["a#2", "b#1", "c#1"]
