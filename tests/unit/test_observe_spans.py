@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -83,3 +84,31 @@ def test_without_the_library_it_says_what_to_install(monkeypatch: pytest.MonkeyP
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
     with pytest.raises(ValueError, match=r"pip install 'p2pstate\[otel\]'"):
         IncidentSpans("job", "n0")
+
+
+class Broken:
+    """An exporter whose collector is not there: it ``raises``, or never comes to an end."""
+
+    def __init__(self, raises: bool) -> None:
+        self.raises, self.given_up = raises, threading.Event()
+
+    def export(self, spans: Any) -> None:
+        if self.raises:
+            raise OSError("connection refused")
+        self.given_up.wait()
+
+    def shutdown(self) -> None:
+        self.export(())
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("raises", [True, False])
+def test_exporter_that_raises_or_hangs_holds_nobody_up(raises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+    monkeypatch.setattr("p2pstate.observe.spans.CLOSE_S", 0.1)
+    broken = Broken(raises)
+    spans = IncidentSpans("job", "n0", BatchSpanProcessor(broken, schedule_delay_millis=10))
+    spans.look(find_incidents(run_events()))
+    spans.close()
+    broken.given_up.set()
