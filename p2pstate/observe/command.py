@@ -7,6 +7,7 @@ on standard output.
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import sys
 from pathlib import Path
@@ -41,7 +42,9 @@ def run_command(options: argparse.Namespace) -> int:
         history = read_history(options.run_dir) if options.trace is None else _traced(options.run_dir, options.trace)
         output.write_text(as_html(history, f"Run {options.run_dir.resolve().name}"), encoding="utf-8")
     except (ValueError, OSError) as error:
-        print(f"p2pstate report: {error}", file=sys.stderr)
+        full = isinstance(error, OSError) and error.errno == errno.ENOSPC
+        where = ": the report cannot be written; give --output and --trace places with room" if full else ""
+        print(f"p2pstate report: {error}{where}", file=sys.stderr)
         return 1
     total = history.total
     if options.json:

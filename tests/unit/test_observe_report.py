@@ -335,6 +335,15 @@ def test_history_of_a_long_run_keeps_no_more_than_one_of_a_short_run(monkeypatch
     assert f"The first {MAX_RANKS} of {MAX_RANKS + 10} ranks" in as_html(history, "Run")
 
 
+@pytest.mark.parametrize("option", ["--output", "--trace"])
+def test_command_on_a_full_disk_says_what_to_do(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, run_events())
+    assert main(["report", str(tmp_path), option, "/dev/full"]) == 1
+    assert "cannot be written; give --output and --trace places with room" in capsys.readouterr().err
+
+
 def test_command_without_a_run_says_what_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 1
     assert "holds no events" in capsys.readouterr().err
