@@ -9,18 +9,16 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from rendezvous.membership import Record
 from rendezvous.node import Node
+from rendezvous.types import MemberKey
 
 
 def standing_of(node: Node) -> dict[str, Any]:
-    """`members`: name -> address, role, state, seconds since it was heard, progress; the newest incarnation of each."""
+    """`members`: name -> address, role, state, seconds since it was heard, progress; see `latest_lives`."""
     now, view, verdict = time.monotonic(), node.view, node.verdict
     members: dict[str, dict[str, Any]] = {}
-    newest: dict[str, int] = {}
-    for key, record in node.members().items():
-        if newest.get(key.name, 0) > key.incarnation:
-            continue
-        newest[key.name] = key.incarnation
+    for key, record in latest_lives(node.members()).items():
         members[key.name] = {
             "address": record.member.address,
             "role": str(record.member.role),
@@ -46,6 +44,12 @@ def standing_of(node: Node) -> dict[str, Any]:
         "verdict": None if verdict is None else {"code": verdict.code, "text": verdict.text},
         "quorate": node.quorate,
     }
+
+
+def latest_lives(members: Mapping[MemberKey, Record]) -> dict[MemberKey, Record]:
+    """One of each name: who lives, else the newest incarnation (a clock may have been set back before a restart)."""
+    ordered = sorted(members.items(), key=lambda item: (item[1].live, item[0]))
+    return dict({key.name: (key, record) for key, record in ordered}.values())
 
 
 def part_of(name: str, view: Mapping[str, Any] | None) -> str:
