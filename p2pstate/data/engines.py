@@ -64,6 +64,12 @@ class Engine(Protocol):
     def next_epoch(self, *, abandoned: bool) -> None:
         """Begin the epoch that was asked for; one that the last iteration left half way, from its beginning."""
 
+    def follows(self, position: Any, state: dict[str, Any]) -> bool:
+        """Whether what was delivered and fetched behind ``position``, saved as ``state``, is what comes there again."""
+
+    def take_up(self, position: Any, state: dict[str, Any]) -> None:
+        """As ``seek``, to what was saved as ``state``."""
+
     def seek(self, position: Any) -> None:
         """Go there, as if nothing had ever been asked for."""
 
@@ -154,14 +160,16 @@ class MapEngine:
             asked = (asked[0], 0) if self._source.task(asked) is not None else (asked[0] + 1, 0)
         self.seek(asked)
 
+    def follows(self, position: Position, state: dict[str, Any]) -> bool:
+        return self._source.draws_as(state)
+
+    def take_up(self, position: Position, state: dict[str, Any]) -> None:
+        self._source.take_up(position, state)
+        self._go_to(position)
+
     def seek(self, position: Position) -> None:
-        if position == self.position:
-            return
-        self._queue.clear()
-        if self._pool is not None:
-            self._pool.cancel()
-        self._cursor = position
-        self._moved(position)
+        if position != self.position:
+            self._go_to(position)
 
     def state(self, position: Position) -> dict[str, Any]:
         return self._source.state(position)
@@ -175,6 +183,13 @@ class MapEngine:
         self._pool = None
         self._queue.clear()
         self._cursor = self.position
+
+    def _go_to(self, position: Position) -> None:
+        self._queue.clear()
+        if self._pool is not None:
+            self._pool.cancel()
+        self._cursor = position
+        self._moved(position)
 
     def _moved(self, position: Position) -> None:
         self.position = position
@@ -272,6 +287,12 @@ class IterableEngine:
     def next_epoch(self, *, abandoned: bool) -> None:
         if abandoned:
             self.seek(self._start_of(self.position.epoch))
+
+    def follows(self, position: Streams, state: dict[str, Any]) -> bool:
+        return True
+
+    def take_up(self, position: Streams, state: dict[str, Any]) -> None:
+        self.seek(position)
 
     def seek(self, position: Streams) -> None:
         if same_position(position, self.position):

@@ -5,9 +5,10 @@ with ``Sampler`` any number of ranks, takes up; the newest batches again, unchan
 
 Invariants: batches fetched ahead are neither lost nor counted; the sequence of batches and of everything drawn in data
 sets and ``collate_fn`` is a function of seed, order and position alone; no random number of this process is drawn or
-moved on by loading; every wait ends.
+moved on by loading; every wait for a worker ends.
 Known limits: used from one thread; batches are kept for a second delivery only between calls of ``state_dict`` (see
-``keep_bytes``), else they are read again; with samplers other than ``Sampler``, going back draws an epoch's order anew.
+``keep_bytes``), else they are read again; with samplers other than ``Sampler``, going back draws an epoch's order anew,
+and going back to its beginning or beyond reads its batches again; without workers nothing ends a data set that hangs.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class Loader(torch.utils.data.DataLoader[Any]):
         batch_sampler: ``Sampler`` for several ranks, other rank counts on resume, or mixtures. Without it, and without
             ``sampler``, one is made of ``shuffle``, ``batch_size``, ``drop_last`` and ``seed``.
         pin_memory: by default where there is CUDA.
-        timeout: seconds that a worker may take for a batch before LoaderError is raised; 0 stands for 300.
+        timeout: seconds that a worker may take for a batch before LoaderError is raised; 0 stands for 300. Without
+            workers a data set is read in the trainer's own thread, which only p2prun's search for hangs can end.
         generator: only its initial seed is used, in place of ``seed``.
         seed: of the order that is made here and of all augmentation: Python's, NumPy's and torch's global streams are
             seeded for each sample with (seed, pass over the source, index). A data set with the attribute
@@ -203,7 +205,7 @@ class Loader(torch.utils.data.DataLoader[Any]):
             position = self._engine.position_of(state["position"])
         except (KeyError, TypeError) as error:
             raise ValueError(f"the saved position is damaged ({error!r}): {state['position']!r:.200}") from error
-        self._move_to(position)
+        self._move_to(position, state["position"])
         self._continues = True
 
     def stats(self) -> LoaderStats:
@@ -265,9 +267,13 @@ class Loader(torch.utils.data.DataLoader[Any]):
             logger.warning("%s", warning)
         return batch
 
-    def _move_to(self, position: Any) -> None:
+    def _move_to(self, position: Any, saved: dict[str, Any]) -> None:
         self._again.clear()
-        if not same_position(position, self._engine.position):
+        self._late_error = None
+        if not self._engine.follows(position, saved):
+            self._drop_kept()
+            self._engine.take_up(position, saved)
+        elif not same_position(position, self._engine.position):
             kept = list(self._kept)
             for number, each in enumerate(kept):
                 if same_position(each.before, position) or same_position(each.after, position):
@@ -275,7 +281,7 @@ class Loader(torch.utils.data.DataLoader[Any]):
                     break
             else:
                 self._drop_kept()
-                self._engine.seek(position)
+                self._engine.take_up(position, saved)
         self._position = position
 
     def _advance(self, last: Any) -> tuple[int, Any] | None:

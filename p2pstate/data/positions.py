@@ -37,6 +37,12 @@ class Source(Protocol):
 
     def position_of(self, state: dict[str, Any]) -> Position: ...
 
+    def draws_as(self, state: dict[str, Any]) -> bool:
+        """Whether the epoch of a saved position has the order that is drawn here."""
+
+    def take_up(self, position: Position, state: dict[str, Any]) -> None:
+        """The next task is the one at ``position``, which was saved as ``state``."""
+
 
 class Sampled:
     """Of a ``Sampler``, whose own position follows what was delivered."""
@@ -73,3 +79,9 @@ class Sampled:
             )
         self._sampler.check(state)
         return state["epoch"], state["samples"]
+
+    def draws_as(self, state: dict[str, Any]) -> bool:
+        return True
+
+    def take_up(self, position: Position, state: dict[str, Any]) -> None:
+        """Any position is taken up when its task is asked for."""

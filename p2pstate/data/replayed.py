@@ -26,7 +26,7 @@ import torch.utils.data
 
 from p2pstate.data.fetching import Read
 from p2pstate.data.positions import Position
-from p2pstate.data.streams import current, kept, restore
+from p2pstate.data.streams import current, kept, restore, same
 
 __all__ = ["Replayed"]
 
@@ -131,7 +131,18 @@ class Replayed:
                 f"the saved position counts samples of {state.get('order')}; this loader has a "
                 f"{type(self._sampler).__name__}, which cannot begin there: use p2pstate.data.Sampler"
             )
-        position = (state["epoch"], state["batches"])
+        return state["epoch"], state["batches"]
+
+    def draws_as(self, state: dict[str, Any]) -> bool:
+        """Not at an epoch's beginning: the process's streams are set back, too, and the order is drawn once more."""
+        return (
+            state["batches"] > 0
+            and self._begins is not None
+            and self._begins[0] == state["epoch"]
+            and same(self._begins[1], state["streams"])
+        )
+
+    def take_up(self, position: Position, state: dict[str, Any]) -> None:
         self._iterator = None
         if state.get("ended"):
             self._end = position
@@ -146,7 +157,6 @@ class Replayed:
             if stands[1] == 0 and self._owner is not None:  # now: whoever calls set_epoch does it before iterating
                 self._load(stands)
                 self._is_carried = True
-        return position
 
     # -- inside
 

@@ -18,7 +18,7 @@ import torch
 
 from p2pstate.data.permutation import hash_words
 
-__all__ = ["current", "kept", "restore", "seed_streams"]
+__all__ = ["current", "kept", "restore", "same", "seed_streams"]
 
 
 def seed_streams(label: str, *numbers: int) -> None:
@@ -39,6 +39,17 @@ def restore(streams: Mapping[str, Any]) -> None:
     random.setstate(streams["python"])
     np.random.set_state(streams["numpy"])
     torch.set_rng_state(streams["torch"])
+
+
+def same(left: Any, right: Any) -> bool:
+    """Whether two values made of streams, generators and numbers are equal; a tuple may have become a list."""
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return len(left) == len(right) and all(map(same, left, right))
+    if isinstance(left, np.ndarray | torch.Tensor) or isinstance(right, np.ndarray | torch.Tensor):
+        return np.array_equal(np.asarray(left), np.asarray(right))
+    return bool(left == right)
 
 
 @contextlib.contextmanager

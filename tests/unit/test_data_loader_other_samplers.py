@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from p2pstate.data import Loader
+from p2pstate.data.streams import current, restore
 
 NUM_SAMPLES, BATCH, NUM_EPOCHS = 5, 2, 3
 
@@ -146,3 +147,51 @@ def test_batch_without_samples_is_collated_as_by_torch(num_workers: int, caplog:
     assert list(loader) == [[1, 2], [], [3]]
     assert not caplog.records
     loader.close()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("epochs", [None, NUM_EPOCHS])
+@pytest.mark.parametrize("make", [torch.utils.data.RandomSampler, DrawsLate, WithState])
+def test_step_done_again_at_an_epochs_border_gets_the_same_order_and_random_numbers(
+    make: Callable[[Any], Any], epochs: int | None, num_workers: int
+) -> None:
+    """As a Replicator's survivor: loader and streams are set back in place, everywhere once."""
+
+    def train(*, faulty: bool) -> list[Any]:
+        torch.manual_seed(3), random.seed(3), np.random.seed(3)
+        sampler = make(range(NUM_SAMPLES)) if make is torch.utils.data.RandomSampler else make(NUM_SAMPLES)
+        loader = Loader(range(NUM_SAMPLES), BATCH, sampler=sampler, num_workers=num_workers, epochs=epochs)
+        seen = []
+        for _ in range(NUM_EPOCHS if epochs is None else 1):
+            saved = loader.state_dict(), current()
+            iterator, is_again = iter(loader), False
+            while (batch := next(iterator, None)) is not None:
+                if faulty and not is_again:
+                    loader.load_state_dict(saved[0])
+                    restore(saved[1])
+                    iterator, is_again = iter(loader), True
+                    continue
+                seen.append([batch.tolist(), random.random(), np.random.rand(), torch.rand(()).item()])
+                saved, is_again = (loader.state_dict(), current()), False
+        loader.close()
+        return seen
+
+    assert train(faulty=True) == train(faulty=False)
+
+
+def test_position_of_another_order_is_taken_up_by_a_loader_that_stands_at_the_same_place() -> None:
+    """As a newcomer, which has rehearsed with an order of its own."""
+
+    def loader_and_two_batches(seed: int) -> tuple[Loader, Iterator[Any], list[Any]]:
+        torch.manual_seed(seed)
+        data = range(20)
+        loader = Loader(data, BATCH, sampler=torch.utils.data.RandomSampler(data), num_workers=0)
+        loader.state_dict()
+        batches = iter(loader)
+        return loader, batches, [next(batches).tolist() for _ in range(2)]
+
+    first, left, begun = loader_and_two_batches(3)
+    second, _, others = loader_and_two_batches(4)
+    assert begun != others
+    second.load_state_dict(first.state_dict())
+    assert [batch.tolist() for batch in second] == [batch.tolist() for batch in left]
