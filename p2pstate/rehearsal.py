@@ -22,8 +22,7 @@ from p2pstate.plan_recovery import WRAPPER_CHANGES
 
 __all__ = ["NUM_STEPS", "Rehearsals"]
 
-NUM_STEPS = 2  # DistributedDataParallel is settled after two
-NUM_STEPS_TOGETHER = 1  # without one, where no survivor is ahead: an optimizer has its state after one
+NUM_STEPS = 2  # DistributedDataParallel is settled after two; a round before the next step asks for as many
 MAX_STEPS = 8  # where some models are not trained in every step
 MAX_TURNS = 1000  # for a loop whose rehearsals never come to an optimizer.step()
 
@@ -33,20 +32,18 @@ NEW, CHANGING, SETTLED = 0, WRAPPER_CHANGES, 2
 class Rehearsals:
     """``num_steps``: whole steps that this process has done, alone or with the others."""
 
-    def __init__(self, models: Iterable[nn.Module], *, together: bool = False) -> None:
-        """``together``: all ranks start anew at the same time."""
+    def __init__(self, models: Iterable[nn.Module]) -> None:
         self.num_steps = 0
         self._num_turns = 0
         self._modules = [m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
         self._trained: set[int] = set()
-        self._num_needed = NUM_STEPS_TOGETHER if together and not self._modules else NUM_STEPS
         for module in self._modules:
             module.register_forward_pre_hook(self._before_forward)
 
     def go_on(self) -> bool:
         """Whether to do one more turn alone; counts it."""
         self._num_turns += 1
-        enough = self.num_steps >= self._num_needed and set(self.stages()) <= {SETTLED}
+        enough = self.num_steps >= NUM_STEPS and set(self.stages()) <= {SETTLED}
         return not enough and self.num_steps < MAX_STEPS and self._num_turns <= MAX_TURNS
 
     def end(self) -> None:

@@ -99,7 +99,7 @@ class Loop:
         )
         # Where this process is
         self.step = 0  # newest committed step, counted through all loops of the script
-        self._rehearsals = Rehearsals(self._models, together=context.restore)
+        self._rehearsals = Rehearsals(self._models)
         self._hooks = Hooks(context, self._models)
         self.reports = StepReports(self._link, protection, self._stepping)
         self._newest_yielded = 0

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from p2pstate.rehearsal import CHANGING, MAX_STEPS, MAX_TURNS, NEW, SETTLED, Rehearsals
+from p2pstate.plan_recovery import NUM_WARM_STEPS
+from p2pstate.rehearsal import CHANGING, MAX_STEPS, MAX_TURNS, NEW, NUM_STEPS, SETTLED, Rehearsals
 
 
 @pytest.fixture
@@ -66,15 +67,9 @@ def test_rehearsals_without_data_end() -> None:
     assert not rehearsals.go_on()
 
 
-@pytest.mark.usefixtures("gloo")
-def test_one_step_is_enough_where_all_start_together_and_nothing_changes_its_layout() -> None:
-    def num_steps(model: nn.Module, *, together: bool) -> int:
-        rehearsals = Rehearsals([model], together=together)
-        while rehearsals.go_on():
-            train(model)
-            rehearsals.num_steps += 1
-        return rehearsals.num_steps
-
-    assert num_steps(nn.Linear(3, 2), together=True) == 1
-    assert num_steps(nn.Linear(3, 2), together=False) == 2
-    assert num_steps(DistributedDataParallel(nn.Linear(3, 2)), together=True) == 2
+def test_rehearsals_are_as_many_steps_as_a_round_right_after_them_asks_of_a_survivor() -> None:
+    rehearsals = Rehearsals([model := nn.Linear(3, 2)])
+    while rehearsals.go_on():
+        train(model)
+        rehearsals.num_steps += 1
+    assert rehearsals.num_steps == NUM_STEPS == NUM_WARM_STEPS
