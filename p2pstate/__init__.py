@@ -106,8 +106,8 @@ Layout, from the top down (a file imports only what stands above it):
     replicate.py            own slots -> the buddies
     durable/files.py        durable/: versions on disk
     durable/storage.py      where they are: the interface, a directory
-    durable/remote.py       object storage, through a stage
     durable/manifest.py
+    durable/remote.py       object storage, through a stage
     durable/keys.py
     durable/division.py     pure: who writes what
     durable/catalog.py      what is on disk, and what of it is good

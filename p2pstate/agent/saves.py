@@ -78,6 +78,7 @@ class Saves:
         self._told_late: Version | None = None
         self._told_problem = ""
         self._first_name = ""  # of all saves of this run that were begun here
+        self._newest_name = ""  # of all saves of this run that this node knows of
         self._failed: list[str] = []  # saves that were begun here since the newest that came to its end
         self._on_end: Callable[[Version, str, str], None] | None = None
         self._outlives_rounds = False
@@ -217,7 +218,7 @@ class Saves:
                     self._tell(action)
                 case Begin():
                     assert self._session is not None
-                    self._command("begin", self._begun, step=self._step, failed=self._failed)
+                    self._command("begin", self._begun, step=self._step, failed=self._failed, newest=self._newest_name)
                 case Write():
                     self._write(action)
                 case Publish():
@@ -263,6 +264,7 @@ class Saves:
             )
             return
         self.on_disk = version
+        self._newest_name = name
         self._failed = []
         self._num_failed_in_a_row = 0
         took_part = self._session is not None and self._session.version == version
@@ -293,6 +295,7 @@ class Saves:
     def _begun(self, reply: Message) -> list[Action]:
         assert self._session is not None
         self._first_name = self._first_name or reply["name"]
+        self._newest_name = reply["name"]
         self._failed = [*self._failed, reply["name"]][-MAX_FAILED:]
         return self._session.begun(reply["name"])
 

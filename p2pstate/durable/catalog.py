@@ -120,12 +120,13 @@ def damaged_files(
 
 def deleted_since(found: Found) -> bool:
     """Whether a checkpoint that was complete has been deleted, or is being: its marker goes first. Raises OSError."""
-    return METADATA not in found.storage.sizes(found.name)
+    return found.storage.size(found.name, METADATA) is None
 
 
-def next_name(storage: Storage, step: int) -> str:
-    """A name that no save has had: serials only grow, so the newest save has the highest. Raises OSError."""
-    serials = [int(match[1]) for match in map(_NAME.fullmatch, storage.saves()) if match]
+def next_name(storage: Storage, step: int, newest: str = "") -> str:
+    """A name that no save has had: serials only grow, so the newest save has the highest. ``newest``: of this run, as
+    lists may show it late. Raises OSError."""
+    serials = [int(match[1]) for match in map(_NAME.fullmatch, [*storage.saves(), newest]) if match]
     return f"{max(serials, default=0) + 1:06d}-step{step}"
 
 

@@ -61,7 +61,10 @@ def publish_checkpoint(
     found = storage.sizes(save)
     for name, (size, _) in files.items():
         if found.get(name) != size:
-            problem = f"has {found[name]} bytes" if name in found else "is not there"
+            actual = storage.size(save, name)
+            if actual == size:
+                continue
+            problem = "is not there" if actual is None else f"has {actual} bytes"
             raise SaveFailed(f"{storage.where}/{save}/{name} {problem}, {size} bytes were written")
     own = {rank: rows for table in tables for rank, rows in table.own.items()}
     if sorted(own) != list(range(world_size)):

@@ -24,6 +24,7 @@ from typing import Any, BinaryIO, cast
 import xxhash
 
 from p2pstate.durable.files import digest_of, digest_of_file
+from p2pstate.durable.manifest import METADATA
 from p2pstate.durable.storage import Directory, Storage
 
 __all__ = ["RemoteStorage", "is_url", "local_path", "open_storage"]
@@ -90,7 +91,7 @@ class RemoteStorage:
     # -- writing
 
     def begin(self, save: str) -> None:
-        if self._list(save):
+        if self._list(save) or self.size(save, METADATA) is not None:
             raise FileExistsError(f"{self._url}/{save} has just been begun by somebody else")
         with self._errors():
             self._fs.makedirs(self._path_of(save), exist_ok=True)  # object storage has no folders, and does nothing
@@ -134,6 +135,15 @@ class RemoteStorage:
 
     def sizes(self, save: str) -> dict[str, int]:
         return {_last(entry): entry["size"] for entry in self._list(save) if entry["type"] == "file"}
+
+    def size(self, save: str, name: str) -> int | None:
+        path = self._path_of(save, name)
+        with self._errors():
+            self._fs.invalidate_cache(path)
+            try:
+                return int(self._fs.size(path))
+            except FileNotFoundError:
+                return None
 
     def open(self, save: str, name: str) -> BinaryIO:
         path = self._path_of(save, name)

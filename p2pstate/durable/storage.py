@@ -25,7 +25,7 @@ __all__ = ["Directory", "Storage"]
 
 
 class Storage(Protocol):
-    """Five things to write with, four to read with, and one to delete."""
+    """Five things to write with, five to read with, and one to delete. Lists may show late what was stored."""
 
     @property
     def where(self) -> str:
@@ -52,6 +52,9 @@ class Storage(Protocol):
 
     def sizes(self, save: str) -> dict[str, int]:
         """The files of a save, in bytes; none when it does not exist."""
+
+    def size(self, save: str, name: str) -> int | None:
+        """Of one file, in bytes, as it is now and not as lists have it; None when there is none."""
 
     def open(self, save: str, name: str) -> BinaryIO:
         """To read; seekable. Raises FileNotFoundError."""
@@ -101,6 +104,12 @@ class Directory:
     def sizes(self, save: str) -> dict[str, int]:
         found = ((entry.name, _stat(entry)) for entry in _entries(self.root / save))
         return {name: stat.st_size for name, stat in found if stat and S_ISREG(stat.st_mode)}
+
+    def size(self, save: str, name: str) -> int | None:
+        try:
+            return (self.root / save / name).stat().st_size
+        except FileNotFoundError:
+            return None
 
     def open(self, save: str, name: str) -> BinaryIO:
         return open(self.root / save / name, "rb")

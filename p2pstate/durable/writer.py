@@ -76,14 +76,15 @@ class _Writer:
             self._opened = where, open_storage(place, stage)
         return self._opened[1]
 
-    def begin(self, *, serial: int, where: list[str], step: int, failed: list[str]) -> dict[str, Any]:
-        """``failed``: saves of this run that did not come to their end; the room that they take may be all there is."""
+    def begin(self, *, serial: int, where: list[str], step: int, failed: list[str], newest: str) -> dict[str, Any]:
+        """``failed``: saves of this run that did not come to their end; the room that they take may be all there is.
+        ``newest``: the name of this run's newest save."""
         storage = self._storage(where)
         for each in failed:
             with contextlib.suppress(OSError):
-                if METADATA not in storage.sizes(each):
+                if storage.size(each, METADATA) is None:
                     storage.delete(each, METADATA)
-        name = next_name(storage, step)
+        name = next_name(storage, step, newest)
         storage.begin(name)
         return {"name": name}
 

@@ -1,7 +1,8 @@
 """``objects:///folder/...``: object storage for tests, seen by every process that has this folder on its path.
 
 A folder of this host behind fsspec that fails on request: a file called FAULT in a
-folder says what is wrong with everything below it.
+folder says what is wrong with everything below it: ``gone``, ``short``, ``flipped``, ``slow SECONDS``, or
+``lists TIME`` (since 1970: lists show nothing that came later).
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ class Refused(Exception):
     """Libraries of object storage raise errors of their own, which are no OSError."""
 
 
+def _files(path: str) -> list[Path]:
+    return [each for each in (Path(path), *Path(path).rglob("*")) if each.is_file()]
+
+
 class ObjectStore(LocalFileSystem):  # type: ignore[misc]
     protocol = "objects"
     cachable = False
@@ -30,8 +35,12 @@ class ObjectStore(LocalFileSystem):  # type: ignore[misc]
         super().makedirs(path, exist_ok=exist_ok)
 
     def ls(self, path: str, detail: bool = False, **options: Any) -> Any:
-        self._fault(path)
-        return super().ls(path, detail=detail, **options)
+        fault = self._fault(path)
+        found = super().ls(path, detail=True, **options)
+        if fault.startswith("lists "):
+            then = float(fault.removeprefix("lists "))
+            found = [each for each in found if any(file.stat().st_mtime <= then for file in _files(each["name"]))]
+        return found if detail else [each["name"] for each in found]
 
     def put_file(self, path1: str, path2: str, callback: Any = None, **options: Any) -> None:
         fault = self._fault(path2)

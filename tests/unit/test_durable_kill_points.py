@@ -77,7 +77,7 @@ def save(site: Site, root: str, version: Version, patch: pytest.MonkeyPatch, poi
     shares = divide_version(HOME, records)
     assert not isinstance(shares, str)
     own = writer._Writer()
-    name = own.begin(serial=0, where=[root, ""], step=version.step, failed=[])["name"]
+    name = own.begin(serial=0, where=[root, ""], step=version.step, failed=[], newest="")["name"]
     read_end, write_end = os.pipe()
 
     def step(at: int, work: Callable[[], Any]) -> bool:
@@ -159,9 +159,10 @@ def check_kill(point: str, place: int, root: str, monkeypatch: pytest.MonkeyPatc
 def test_what_failed_saves_have_left_goes_before_the_next_begins(tmp_path: Path) -> None:
     site, root = Site(), str(tmp_path)
     own = writer._Writer()
-    good, torn, gone = (own.begin(serial=0, where=[root, ""], step=step, failed=[])["name"] for step in (10, 20, 30))
+    new = {"serial": 0, "where": [root, ""], "failed": [], "newest": ""}
+    good, torn, gone = (own.begin(step=step, **new)["name"] for step in (10, 20, 30))
     site.save(tmp_path / good, site.capture(10))
     site.write(tmp_path / torn, site.capture(20))
     (tmp_path / gone).rmdir()
-    name = own.begin(serial=1, where=[root, ""], step=40, failed=[good, torn, gone])["name"]
+    name = own.begin(serial=1, where=[root, ""], step=40, failed=[good, torn, gone], newest="")["name"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [good, name], "a complete one is none that failed"

@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ from p2pstate.durable.manifest import METADATA
 from p2pstate.durable.remote import RemoteStorage, open_storage
 from p2pstate.durable.resume import load
 from p2pstate.durable.storage import Directory
+from p2pstate.durable.writer import _Writer
 from p2pstate.replicator import _policy
+from p2pstate.types import Version
 
 NAMES = ("000001-step10", "000002-step20")
 
@@ -129,6 +132,23 @@ def test_marker_that_storage_cut_short_is_no_checkpoint(url: str) -> None:
     found = resolve_on(open_storage(url), 2)
     assert found.choice is not None
     assert found.choice.step == 10
+
+
+def test_lists_that_are_behind_cost_no_checkpoint(url: str) -> None:
+    """Storage shows in its lists what has come to be only seconds later; files are there for who names them."""
+    above = url.rpartition("/")[0]
+    fault(above, f"lists {time.time()}")
+    own, where = _Writer(), [url, ""]
+    third = own.begin(serial=0, where=where, step=30, failed=[], newest=NAMES[1])["name"]
+    site = Site()
+    publish_to(open_storage(url), third, site.write_to(open_storage(url), third, site.capture(30)), Version(1, 30))
+    assert not any(third == each.name for each in list_checkpoints(open_storage(url)))
+    with pytest.raises(FileExistsError, match=third):
+        open_storage(url).begin(third)
+    fourth = own.begin(serial=1, where=where, step=40, failed=[third], newest=third)["name"]
+    fault(above, "")
+    assert fourth == "000004-step40", "a serial of its own"
+    assert [each.name for each in list_checkpoints(open_storage(url)) if not each.problem] == [third, *NAMES[::-1]]
 
 
 def test_commands_take_a_url(url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
