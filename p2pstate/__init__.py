@@ -39,6 +39,7 @@ Layout, from the top down (a file imports only what stands above it):
     slots.py                the memory of one part of one version
     memory_need.py          pure: whether all copies fit
     vault.py                all slots of a node
+    groups/uncompiled.py    what torch.compile is to leave alone
     state/errors.py         state/: live objects <-> named leaves <-> bytes
     state/rng.py
     state/standard.py       values that a line of text says exactly
@@ -57,6 +58,7 @@ Layout, from the top down (a file imports only what stands above it):
     state/naming.py
     state/buffers.py
     state/comm_hooks.py
+    state/reducers.py
     state/growth.py
     state/collecting.py
     state/rebuilding.py
@@ -73,7 +75,6 @@ Layout, from the top down (a file imports only what stands above it):
     groups/journal.py       what collectives returned at the start
     groups/waiting.py       waits that end with the round
     groups/nccl.py          NCCL of one group, on one card
-    groups/uncompiled.py    what torch.compile is to leave alone
     groups/status.py        the process's one error flag
     groups/sockets.py       finding and cutting connections
     groups/echo.py          what a collective returns when nobody is there

@@ -26,6 +26,7 @@ from p2pstate.state.naming import ModelNames
 from p2pstate.state.objects import apply_extra, plan_extra, restore_object
 from p2pstate.state.optimizers import OptimizerState
 from p2pstate.state.rebuilding import Rebuilder, references
+from p2pstate.state.reducers import awaited_backward
 
 __all__ = ["FORMAT", "Live", "names_in", "restore"]
 
@@ -84,6 +85,7 @@ def restore(live: Live, shapes: BufferShapes, tensors: Mapping[str, torch.Tensor
         module.set_extra_state(rebuilder.tree(saved["extra_state"][name], None, name, None))
     for name, wrapper in (item for model in live.models for item in model.data_parallel_modules()):
         wrapper.require_forward_param_sync = saved["forward_sync"][name]
+        awaited_backward(wrapper).restore(wrapper, name in saved.get("awaiting_backward", ()))
     frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])
     for name, tensor in parameters.items():
         if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad == (name in frozen):

@@ -32,6 +32,7 @@ from p2pstate.state.leaves import Holders, Leaf
 from p2pstate.state.naming import Look, ModelNames
 from p2pstate.state.objects import check_name, check_object, collect_extra, collect_object
 from p2pstate.state.optimizers import OptimizerState
+from p2pstate.state.reducers import awaited_backward
 from p2pstate.state.restore import FORMAT, Live, restore
 
 __all__ = ["Collected", "TrainingState"]
@@ -125,6 +126,12 @@ class TrainingState:
             for model in self._live.models
             for name, module in model.data_parallel_modules()
         }
+        awaiting_backward = [
+            name
+            for model in self._live.models
+            for name, module in model.data_parallel_modules()
+            if awaited_backward(module).awaited
+        ]
         evaluating = [name for model in self._live.models for name, module in model.modules() if not module.training]
         optimizers = {o.prefix: o.collect(collector, models.named) for o in self._live.optimizers}
         objects = {name: collect_object(collector, name, thing) for name, thing in sorted(self._live.objects.items())}
@@ -135,6 +142,7 @@ class TrainingState:
                 "format": FORMAT,
                 "extra_state": extra_state,
                 "forward_sync": forward_sync,
+                "awaiting_backward": awaiting_backward,
                 "frozen": models.frozen,
                 "evaluating": squeeze(evaluating),
                 "changed_buffers": models.changed_buffers,
