@@ -10,7 +10,7 @@ restore is persistent; a parameter that was not there when the model was built i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,18 +27,18 @@ __all__ = ["BufferShapes", "ParameterRefit", "Refit"]
 class Refit:
     """One buffer, and the captured value that does not fit into it (None: there was no such buffer).
 
-    ``added``: the model registered it after it was built, so without a value it goes.
+    ``goes``: without a value it is no buffer of its module any more.
     """
 
     name: str
     module: nn.Module
     key: str
     value: torch.Tensor | None
-    added: bool
+    goes: bool
 
     def apply(self) -> None:
         live = self.module._buffers.get(self.key)
-        if self.value is None and self.added:
+        if self.value is None and self.goes:
             delattr(self.module, self.key)
             return
         if self.value is None:
@@ -87,18 +87,23 @@ class BufferShapes:
         names = now.keys() | self._built.keys()
         return sorted({*self._inherited, *parameters, *(n for n in names if now.get(n) != self._built.get(n))})
 
+    def deleted(self) -> list[str]:
+        """Names of buffers that the models had when they were built and have not any more."""
+        now = {name for model in self._models for name, *_ in model.buffers()}
+        return sorted(self._built.keys() - now)
+
     def _live_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for name, tensor, _ in (each for model in self._models for each in model.tensors()):
             if isinstance(tensor, nn.Parameter) and is_plain(tensor) and not tensor.is_quantized:
                 yield name, tensor
 
     def plan(
-        self, tensors: Mapping[str, torch.Tensor], changed_on_owner: Iterable[str]
+        self, tensors: Mapping[str, torch.Tensor], changed_on_owner: Iterable[str], deleted_on_owner: Collection[str]
     ) -> list[Refit | ParameterRefit]:
         """What does not fit and may be made to fit; writes nothing."""
         on_owner = frozenset(changed_on_owner)
         flexible = {*self.changed(), *on_owner}
-        refits: list[Refit | ParameterRefit] = [*self._missing(tensors, on_owner)]
+        refits: list[Refit | ParameterRefit] = [*self._missing(tensors, flexible)]
         for name, parameter in self._live_parameters():
             captured = tensors.get(name) if name in flexible else None
             if captured is not None and _kind(parameter) != _kind(captured):
@@ -106,18 +111,19 @@ class BufferShapes:
         for name, module, key, buffer in (item for model in self._models for item in model.buffers()):
             value = tensors.get(name)
             plain = buffer is None or (is_plain(buffer) and not buffer.is_quantized)
-            if name in flexible and plain and _kind(buffer) != _kind(value):
-                refits.append(Refit(name, module, key, value, added=name not in self._built))
+            goes = name not in self._built or name in deleted_on_owner
+            if plain and ((name in flexible and _kind(buffer) != _kind(value)) or name in deleted_on_owner):
+                refits.append(Refit(name, module, key, value, goes))
         return refits
 
-    def _missing(self, tensors: Mapping[str, torch.Tensor], changed_on_owner: frozenset[str]) -> Iterator[Refit]:
-        """What the owner's model had registered after it was built, and the one here has not."""
+    def _missing(self, tensors: Mapping[str, torch.Tensor], flexible: set[str]) -> Iterator[Refit]:
+        """What the owner's model had registered after it was built, or the one here has deleted."""
         here = {name for model in self._models for name, *_ in model.buffers()}
         modules = {prefix: module for model in self._models for prefix, module in model.modules()}
-        for name in sorted(changed_on_owner & tensors.keys() - here):
+        for name in sorted(flexible & tensors.keys() - here):
             prefix, key = _split(name)
             if prefix in modules and not hasattr(modules[prefix], key):
-                yield Refit(name, modules[prefix], key, tensors[name], added=True)
+                yield Refit(name, modules[prefix], key, tensors[name], goes=False)
 
     def inherit(self, changed_on_owner: Iterable[str]) -> None:
         """These have changed on the rank that was restored from: they may differ between versions for ever."""

@@ -208,7 +208,8 @@ class OptimizerState:
             raise LeafError(
                 f"{self.prefix} group {index}",
                 f"holds a parameter of shape {list(parameter.shape)} that is in none of the given models",
-                "give the model it belongs to as well, or an nn.ParameterList of it if it belongs to none",
+                "give the model it belongs to as well, or an nn.ParameterList of it if it belongs to none; if it was "
+                "in one before, tie weights or remove modules before the optimizer and the Replicator are made",
             )
         return found
 
@@ -251,7 +252,8 @@ class OptimizerState:
             raise LeafError(
                 f"{self.prefix} group {index}",
                 f"held {_membership(captured)} when captured and holds {_membership(present)} now",
-                "build the same models, and the optimizer with the same groups, before restoring",
+                "build the same models, and the optimizer with the same groups, before restoring, and change them "
+                "(prune, an adapter) before the Replicator is made",
             )
         for index, (here, there) in enumerate(zip(self.optimizer.param_groups, saved["groups"], strict=False)):
             missing = [key for key in self._settings(here) if key not in there["values"]]

@@ -30,7 +30,7 @@ from p2pstate.state.reducers import awaited_backward
 
 __all__ = ["FORMAT", "Live", "names_in", "restore"]
 
-FORMAT = 6
+FORMAT = 7
 _MAX_NAMES_SHOWN = 8
 
 
@@ -60,7 +60,7 @@ def restore(live: Live, shapes: BufferShapes, tensors: Mapping[str, torch.Tensor
             modules.add(name, tensor, holders)
     for optimizer in live.optimizers:
         optimizer.check(saved["optimizers"][optimizer.prefix], named)
-    refits = shapes.plan(tensors, saved["changed_buffers"])
+    refits = shapes.plan(tensors, saved["changed_buffers"], saved["deleted_buffers"])
     refitted = {refit.name for refit in refits}
     fixed = [leaf for leaf in modules.leaves if leaf.name not in refitted]
     _check_names(fixed, {name: value for name, value in tensors.items() if name not in refitted}, saved)
@@ -133,6 +133,7 @@ def _check_structure(saved: Any) -> None:
         "frozen": list,
         "evaluating": list,
         "changed_buffers": list,
+        "deleted_buffers": list,
         "optimizers": dict,
         "objects": dict,
         "extra": (list, NoneType),
@@ -172,8 +173,12 @@ def _report(what: str, only_here: list[str], only_captured: list[str]) -> None:
     parts += [f"only in the captured state: {_shown(only_captured)}"] if only_captured else []
     if parts:
         first = (only_here + only_captured)[0]
-        advice = "build the same models, optimizers and objects on every rank"
-        raise LeafError(first, f"{what} without a counterpart ({'; '.join(parts)})", advice)
+        raise LeafError(
+            first,
+            f"{what} without a counterpart ({'; '.join(parts)})",
+            "build the same models, optimizers and objects on every rank, and change them (prune, an adapter, a new "
+            "module) before the Replicator is made",
+        )
 
 
 def _shown(names: list[str]) -> str:

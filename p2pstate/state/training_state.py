@@ -60,6 +60,7 @@ class _Models:
     trainable: set[str]
     frozen: Any
     changed_buffers: Any
+    deleted_buffers: Any
     non_persistent: Any
     leaves: list[Leaf]
 
@@ -146,6 +147,7 @@ class TrainingState:
                 "frozen": models.frozen,
                 "evaluating": squeeze(evaluating),
                 "changed_buffers": models.changed_buffers,
+                "deleted_buffers": models.deleted_buffers,
                 "non_persistent": models.non_persistent,  # for whoever exports weights
                 "optimizers": optimizers,
                 "objects": objects,
@@ -171,10 +173,11 @@ class TrainingState:
                 elif isinstance(tensor, nn.Parameter):
                     frozen.append(name)
             changed = squeeze(self._shapes.changed())
+            deleted = self._shapes.deleted()
             self._check_hooks()
             unsaved = squeeze([name for model in self._live.models for name in model.non_persistent()])
             known = self._models = _Models(
-                own, looks, named, trainable, squeeze(frozen), changed, unsaved, collector.leaves
+                own, looks, named, trainable, squeeze(frozen), changed, deleted, unsaved, collector.leaves
             )
         return known
 

@@ -310,6 +310,27 @@ def test_restore_of_a_buffer_that_the_model_registers_in_training_goes_forward_a
         assert_same(image_of(state), after)
 
 
+def test_restore_of_a_buffer_that_the_model_deletes_in_training_goes_forward_and_back() -> None:
+    def build() -> tuple[nn.Linear, TrainingState]:
+        model = nn.Linear(1, 1)
+        model.register_buffer("first", torch.tensor([1.5]))
+        model.register_buffer("unset", None)
+        return model, simple(model)
+
+    model, state = build()
+    before = image_of(state)
+    del model.first, model.unset
+    after = image_of(state)
+    restore(state, before)
+    assert model.first.tolist() == [1.5]
+    restore(state, after)
+    assert not model._buffers
+    newcomer, its_state = build()
+    restore(its_state, after)
+    assert not newcomer._buffers
+    assert_same(image_of(its_state), after)
+
+
 def test_restore_of_parameters_that_change_dtype_or_shape_in_training_goes_forward_and_back() -> None:
     def job() -> tuple[nn.Linear, torch.optim.Optimizer, TrainingState]:
         model = nn.Linear(2, 2)
@@ -422,7 +443,7 @@ def test_restore_of_malformed_values_is_refused_before_any_write(values: bytes) 
 
 def test_values_are_plain_messagepack() -> None:
     values = msgpack.unpackb(image_of(simple(nn.Linear(1, 1))).values, strict_map_key=False)
-    assert values["format"] == 6
+    assert values["format"] == 7
     assert values["optimizers"]["optimizer"]["groups"][0]["params"] == ["model/weight", "model/bias"]
     assert values["optimizers"]["optimizer"]["groups"][0]["values"]["momentum"] == 0.9
 
