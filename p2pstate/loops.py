@@ -11,7 +11,9 @@ once, and do together what comes after it. That a loop comes to no step at all, 
 remembered over such a start: then it ends where it begins.
 
 Known limit: after which steps loops have ended is known of the newest NUM_ENDS_KEPT. A version from before them cannot
-be resumed from memory, only from disk: a checkpoint says itself which loops were over.
+be resumed from memory, only from disk: a checkpoint says itself which loops were over. Before the first step there
+is no version to come back to: where data is uneven and some rank has none for that step, training starts anew until the
+budget ends it.
 """
 
 from __future__ import annotations
