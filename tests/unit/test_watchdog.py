@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any, cast
 
+import psutil
 import pytest
 
 from p2pstate.agent.hang import FACTOR, FIRST_STEPS_FACTOR, LONG_S, Evidence
@@ -30,7 +31,14 @@ class Noting:
 @pytest.fixture
 def worker() -> Iterator[RankProcess]:
     """A successor in its first step: it sleeps, and nobody has seen a step of it or of who had its rank before."""
-    with subprocess.Popen(["sleep", "60"]) as process:
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"ready\n")
+        process.stdout.read(6)  # from here on it only sleeps: who starts is busy
+        until = time.monotonic() + 30.0
+        while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
+            assert time.monotonic() < until
         page = map_page(new_page())
         Trace(page).do(Doing.STEPPING)
         yield RankProcess(process.pid, channel=cast(Any, None), phase=Phase.LOOP, rank=1, page=page)
@@ -49,7 +57,7 @@ def test_worker_whose_steps_nobody_has_seen_is_allowed_what_they_take_elsewhere(
 
     def allowed_when_asked(turn_s: float) -> float:
         until = time.monotonic() + 30.0
-        while time.monotonic() < until:  # `sleep` has to sleep first: who waits for a processor is not late
+        while time.monotonic() < until:  # some time has to go by
             watchdog.receive(OTHER, "hang_ask", [ROUND, 1, turn_s])
             (evidence,) = (Evidence.unpack(raw) for raw in node.sent[-1][2][3])
             if evidence.lateness:
