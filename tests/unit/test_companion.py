@@ -165,26 +165,26 @@ def test_message_of_a_stranger_is_an_error(keeper: VaultKeeper) -> None:
 
 def test_every_round_after_the_first_resumes_where_somebody_has_state(host: Host) -> None:
     first = decide_restart(None, [{"has_state": False}])
-    assert first == (False, {"start": Start.FRESH, "since": 0, "step": -1, "ends": [0, 0, [], []]})
+    assert first == (False, {"start": Start.FRESH, "since": 0, "step": -1, "ends": [0, 0, [], [], []]})
     wanted, data = decide_restart(host.view(1), [{"has_state": True, "step": 4}, {"wants_round": "x"}])
-    assert (wanted, data) == (True, {"start": Start.RESTART, "since": 0, "step": 4, "ends": [0, 0, [], []]})
+    assert (wanted, data) == (True, {"start": Start.RESTART, "since": 0, "step": 4, "ends": [0, 0, [], [], []]})
 
 
 def test_new_start_voids_what_was_known_before_also_from_those_who_have_not_heard_of_it(host: Host) -> None:
     wanted, data = decide_restart(
-        host.view(1), [{"start_over": Start.FRESH, "wants_round": "x", "step": 7, "ends": [1, 1, [5], []]}]
+        host.view(1), [{"start_over": Start.FRESH, "wants_round": "x", "step": 7, "ends": [1, 1, [5], [], []]}]
     )
-    assert (wanted, data) == (True, {"start": Start.FRESH, "since": 2, "step": -1, "ends": [2, 0, [], []]})
+    assert (wanted, data) == (True, {"start": Start.FRESH, "since": 2, "step": -1, "ends": [2, 0, [], [], []]})
     fresh = View("nonce", 2, 2, (host.member,), (), (), "because", data)
     _, data = decide_restart(fresh, [{"step": 7}, {"since": 2, "step": 0}])
     assert (data["since"], data["step"]) == (3, -1)  # nothing to resume: anew once more
     told = [
-        {"step": 7, "ends": [1, 1, [5], []]},
-        {"since": 2, "step": 3, "ends": [2, 1, [3], [3]]},
+        {"step": 7, "ends": [1, 1, [5], [], []]},
+        {"since": 2, "step": 3, "ends": [2, 1, [3], [3], []]},
         {"ends": "nonsense"},
     ]
     _, data = decide_restart(fresh, told)
-    assert data == {"start": Start.RESTART, "since": 2, "step": 3, "ends": [2, 1, [3], [3]]}
+    assert data == {"start": Start.RESTART, "since": 2, "step": 3, "ends": [2, 1, [3], [3], []]}
 
 
 def test_status_tells_of_ranks_and_what_they_committed(host: Host, keeper: VaultKeeper, process: Any) -> None:
