@@ -27,9 +27,12 @@ class AwaitedBackward:
     def __init__(self, module: DistributedDataParallel) -> None:
         self.awaited = False
         self._was_reduced = False
-        trained = next((parameter for parameter in module.parameters() if parameter.requires_grad), None)
-        if trained is not None:  # a backward goes through all of its parameters, or DDP raises in the next forward
-            trained.register_post_accumulate_grad_hook(self._after_gradient)
+        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if not (module.find_unused_parameters or module.static_graph):
+            trained = trained[:1]  # a backward goes through all of them, or DDP raises in the next forward
+        for parameter in trained:
+            parameter.register_post_accumulate_grad_hook(self._after_gradient)
+        if trained:
             module.register_forward_hook(self._after_forward)
 
     def restore(self, module: DistributedDataParallel, awaited: bool) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from p2pstate.state import TrainingState
+from p2pstate.state.reducers import awaited_backward
 
 
 @pytest.fixture(autouse=True)
@@ -25,9 +26,9 @@ def gloo() -> Iterator[None]:
 class Critic:
     """Of a GAN; ``num_reduced`` of its backwards so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, net: nn.Module | None = None, **options: Any) -> None:
         self.num_reduced = 0
-        self.net = DistributedDataParallel(nn.Linear(4, 1))
+        self.net = DistributedDataParallel(net or nn.Linear(4, 1), **options)
 
         def count(_: Any, bucket):  # type: ignore[no-untyped-def]  # torch looks at annotations
             self.num_reduced += 1
@@ -85,3 +86,22 @@ def test_forward_with_a_backward_leaves_nothing_to_restore() -> None:
     for critic in (survivor, newcomer):
         restore(critic.state, image)
         assert not critic.is_reduced_without_sync()
+
+
+class Partly(nn.Module):
+    """Its first parameters are in no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused, self.used = nn.Linear(4, 1), nn.Linear(4, 1)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.used(inputs)
+
+
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph"])
+def test_backward_that_leaves_parameters_out_is_one(option: str) -> None:
+    critic = Critic(Partly(), **{option: True})
+    image_of(critic.state)
+    critic.backward()
+    assert not awaited_backward(critic.net).awaited
