@@ -58,6 +58,8 @@ class Disk:
         with STATUS.trace.expect("checking checkpoints", self._timeout_s + GIVEN_UP_WITHIN_S):
             found = resolve(store, self._storage, self._rank, info.world_size, self._timeout_s, before_step, num_back)
         self._resolved = {info.epoch: found}
+        if found.damaged:
+            self._link.send("damaged_saves", names=list(found.damaged))
         if self._rank == 0:
             choice = found.choice
             self._link.send(

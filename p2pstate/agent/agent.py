@@ -129,6 +129,7 @@ class Agent:
                 "rehearsed": self._rehearsals.on_rehearsed,
                 "copies": lambda worker, copies, lean: self._weaknesses.on_copies(copies, lean),
                 "checkpoint": lambda worker, **target: self._saves.configure(**target),
+                "damaged_saves": lambda worker, names: self._saves.distrust(names),
                 "save_late": lambda worker, version, seconds: self._saves.late(version, seconds),
                 "save": lambda worker, version, final: self._saves.ready(worker.rank, version, final, self._ranks.mine),
                 "paused": self._pausing.over,

@@ -77,6 +77,7 @@ class Saves:
         self._told: Version | None = None  # the newest save whose end was reported here
         self._told_late: Version | None = None
         self._told_problem = ""
+        self._damaged: set[str] = set()  # names of saves
         self._first_name = ""  # of all saves of this run that were begun here
         self._newest_name = ""  # of all saves of this run that this node knows of
         self._failed: list[str] = []  # saves that were begun here since the newest that came to its end
@@ -100,6 +101,10 @@ class Saves:
         """A worker says where checkpoints go."""
         self._target = _Target(path, stage, keep)
         self._start_writer()
+
+    def distrust(self, names: Iterable[str]) -> None:
+        """Ranks have read these saves, and their bytes are wrong: none of them is one of those to keep."""
+        self._damaged.update(names)
 
     def ready(self, rank: int | None, version: list[int], final: bool, ranks: Iterable[int]) -> None:
         """A rank says that ``version`` is protected and its slots are set aside; ``ranks``: all of this node."""
@@ -345,6 +350,7 @@ class Saves:
             reason=self._reason,
             keep=target.keep,
             first=self._first_name,
+            damaged=sorted(self._damaged),
         )
 
     def _command(self, kind: str, then: Callable[[Message], list[Action]], **fields: Any) -> None:

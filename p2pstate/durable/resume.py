@@ -35,10 +35,12 @@ GIVEN_UP_WITHIN_S = 10.0  # after the deadline a rank whose storage hangs has sa
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """``skipped``: a sentence for every newer save that cannot be used."""
+    """``skipped``: a sentence for every newer save that cannot be used. ``damaged``: names of those among them that
+    look complete, but whose bytes are wrong."""
 
     choice: Found | None
     skipped: tuple[str, ...]
+    damaged: tuple[str, ...] = ()
 
 
 def resolve(
@@ -62,6 +64,7 @@ def resolve(
     if listed["error"]:
         raise _unreadable(storage, listed["error"])
     skipped: list[str] = list(listed["skipped"])
+    damaged: list[str] = []
     for index, (name, digest) in enumerate(listed["complete"]):
         verified = _verify_by(deadline, storage, name, digest, rank, world_size)
         store.set(f"disk/{index}/{rank}", msgpack.packb([verified.problems, verified.hung]))
@@ -74,9 +77,10 @@ def resolve(
                 raise _unreadable(storage, hung)
             everybodys |= set(problems)
         if not everybodys:
-            return Resolved(verified.found, tuple(skipped))
+            return Resolved(verified.found, tuple(skipped), tuple(damaged))
         skipped.append(f"{name}: {'; '.join(sorted(everybodys))}")
-    return Resolved(None, tuple(skipped))
+        damaged.append(name)
+    return Resolved(None, tuple(skipped), tuple(damaged))
 
 
 def _wait(store: Store, keys: list[str], deadline: float) -> None:

@@ -15,6 +15,7 @@ import os
 import socket
 import sys
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,8 +127,10 @@ class _Writer:
         reason: str,
         keep: int,
         first: str,
+        damaged: list[str],
     ) -> dict[str, Any]:
-        """``first``: the name of the first save that this node has led in this run."""
+        """``first``: the name of the first save that this node has led in this run. ``damaged``: names of saves whose
+        bytes were found to be wrong."""
         storage = self._storage(where)
         run_id, nonce = run
         us = run_id, nonce
@@ -136,7 +139,10 @@ class _Writer:
         )
         deleted, problem = [], ""
         try:
-            existing = list_checkpoints(storage)
+            existing = [
+                replace(found, problem=found.problem or "is damaged") if found.name in damaged else found
+                for found in list_checkpoints(storage)
+            ]
             for other in written_by_others(existing, us, first)[:1]:
                 assert other.manifest is not None
                 problem = (

@@ -113,6 +113,7 @@ def test_files_swapped_between_two_checkpoints_make_both_damaged(root: Path) -> 
     found = resolve_on(Directory(root), 2)
     assert found.choice is not None
     assert found.choice.step == 10
+    assert found.damaged == ("000003-step30", "000002-step20")
     verified = [damaged_files(each) for each in list_checkpoints(Directory(root))]
     assert verified == [["__1_0.distcp is damaged: its digest is not that of what was written"]] * 2 + [[]]
 

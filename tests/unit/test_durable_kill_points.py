@@ -22,6 +22,7 @@ from p2pstate.durable.dcp_read import Reader
 from p2pstate.durable.division import divide_version
 from p2pstate.durable.manifest import METADATA
 from p2pstate.durable.remote import open_storage
+from p2pstate.durable.storage import Directory
 from p2pstate.types import Version
 
 KEEP = 1
@@ -110,6 +111,7 @@ def save(site: Site, root: str, version: Version, patch: pytest.MonkeyPatch, poi
             "world_size": len(PLACES),
             "reason": "test",
             "first": name,
+            "damaged": [],
         }
         return step(
             0,
@@ -166,3 +168,19 @@ def test_what_failed_saves_have_left_goes_before_the_next_begins(tmp_path: Path)
     (tmp_path / gone).rmdir()
     name = own.begin(serial=1, where=[root, ""], step=40, failed=[good, torn, gone], newest="")["name"]
     assert sorted(path.name for path in tmp_path.iterdir()) == [good, name], "a complete one is none that failed"
+
+
+def test_save_that_was_found_damaged_is_none_of_those_to_keep(tmp_path: Path) -> None:
+    site, root = Site(), str(tmp_path)
+    own = writer._Writer()
+    begin = {"serial": 0, "where": [root, ""], "failed": [], "newest": ""}
+    good, damaged, newest = (own.begin(step=step, **begin)["name"] for step in (10, 20, 30))
+    site.save(tmp_path / good, site.capture(10))
+    site.save(tmp_path / damaged, site.capture(20))
+    version = site.capture(30)
+    digests = [[place, digest] for place, digest in site.write(tmp_path / newest, version).items()]
+    run = {"run": ["run", "nonce"], "version": list(version), "world_size": len(PLACES), "reason": "test"}
+    more = {"digests": digests, "keep": 2, "first": good, "damaged": [damaged]}
+    reply = own.publish(serial=1, where=[root, ""], name=newest, **run, **more)
+    assert reply["deleted"] == [damaged]
+    assert [found.step for found in list_checkpoints(Directory(tmp_path))] == [30, 10]
