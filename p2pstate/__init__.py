@@ -141,6 +141,7 @@ Layout, from the top down (a file imports only what stands above it):
     stepping.py             when optimizers step
     reports.py              what a rank tells of its steps
     loop_end.py             all ranks leave at one step
+    departure.py            one that is asked to go
     counting.py             steps, where several loops follow each other
     steps.py                the loop
     replicator.py           the public object

@@ -26,6 +26,7 @@ import torch
 
 from p2pstate.block import StepBlock
 from p2pstate.counting import Counting
+from p2pstate.departure import Departure
 from p2pstate.errors import P2PStateError, StepDiscarded, StepSkipped
 from p2pstate.feed import Feed, LoopPosition
 from p2pstate.gradients import discard_gradients
@@ -50,7 +51,6 @@ from p2pstate.trace import Doing
 from p2pstate.types import NOTHING_RAISED
 from p2pstate.user_errors import UserErrors
 from p2pstate.worker.context import WorkerContext
-from p2pstate.worker.farewell import GRACE_S
 
 __all__ = ["Loop"]
 
@@ -90,6 +90,7 @@ class Loop:
         self._user_errors = UserErrors(context, self._models)
         self._rounds = Rounds(context, state, protection, recovery_timeout_s, disk)
         self.protection = protection
+        self._departure = Departure(context, protection, self._stepping)
         self._end = LoopEnd(
             context,
             self._stepping,
@@ -111,7 +112,6 @@ class Loop:
         self._closing = False  # the user has called close() of what the loop runs on
         self._discard_pending = False
         self._block_began = 0.0
-        self._asked_at = 0.0  # when it was seen that this process is to go; 0: it is not
 
     @property
     def rehearsing(self) -> bool:
@@ -177,8 +177,8 @@ class Loop:
                         continue
                 if not context.must_join and self._hooks.due(self.committed_step) and not self._run_hooks():
                     continue
-                if context.asked_to_leave and not context.must_join and self._may_go():
-                    self._go()
+                if self._departure.is_due(self.step):
+                    self._departure.go(self.step)
                 if not context.must_join and self._end.is_reached(self.step, last):
                     is_empty = context.loop in context.ends.empty
                     by_data = self._end.is_by_data(last) and (is_empty or self.step not in context.ends.left)
@@ -283,19 +283,6 @@ class Loop:
         if self._rehearsals.num_steps >= NUM_STEPS:
             self._end_journal()
         return False
-
-    def _may_go(self) -> bool:
-        """Whether a step later is no better: the newest one becomes a version, or the next one may take too long."""
-        now = time.monotonic()
-        self._asked_at = self._asked_at or now
-        return self.protection.covers(self.step) or now - self._asked_at + self._stepping.step_s > GRACE_S
-
-    def _go(self) -> None:
-        """Leave with nothing lost: the newest step's version is with the buddies before."""
-        STATUS.trace.do(Doing.ENDING)
-        self.protection.capture_if_due(self._context.epoch, self.step)
-        self.protection.drain(GRACE_S)
-        self._context.go()
 
     def _run_hooks(self) -> bool:
         """See Replicator.every. False: a fault came meanwhile."""
