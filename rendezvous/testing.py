@@ -28,6 +28,8 @@ from rendezvous.wire import Envelope
 
 _OPERATOR, _OPERATOR_AT = MemberKey("operator", 1), "127.0.0.1:7000"
 
+NUM_CONTACTS = 3  # of the nodes, that everybody is told
+
 
 def _decides(event: events.Event) -> bool:
     """Can this event complete a decision here, rather than bring one that was made elsewhere?"""
@@ -89,7 +91,7 @@ class Simulation:
         self._referee.check_converged(self.live())
 
     def calm(self) -> None:
-        """End every fault: links whole, nobody paused, no loss."""
+        """End every fault: links whole, nobody paused, no loss. Where no contact is left, others are named to all."""
         self._network.cuts.clear()
         self._network.loss = 0.0
         self._ambush = ""
@@ -97,6 +99,10 @@ class Simulation:
         self._is_calm = True
         for name in self.nodes:
             self._resume(name)
+        contacts = list(self._network.addresses)[:NUM_CONTACTS]
+        if not any(node.member.name in contacts for node in self.live()):
+            for node in self.live():
+                self._step(node, events.Contacts(tuple(self._network.addresses.values())))
 
     def live(self) -> list[SimulatedNode]:
         return [node for node in self.nodes.values() if node.running and not node.evicted and not node.left]
@@ -107,7 +113,7 @@ class Simulation:
             run_id="simulation",
             name=name,
             bind=self._network.addresses[name],
-            contacts=tuple(self._network.addresses.values())[:3],
+            contacts=tuple(self._network.addresses.values())[:NUM_CONTACTS],
             role=Role.WITNESS if name in self._witnesses else Role.NODE,
             num_nodes_min=low,
             num_nodes_max=high,

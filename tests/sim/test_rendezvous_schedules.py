@@ -95,6 +95,18 @@ def test_partitions_and_crashes_while_views_are_decided_keep_every_invariant() -
     assert {"evicted", "misspoke", *(f"member {change}" for change in changes)} <= set(coverage)
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        3416,  # two lives of one node are candidates
+        13143,  # the same before the first view
+        9797,  # a node restarts when no contact is left
+    ],
+)
+def test_schedules_that_have_failed_keep_every_invariant(seed: int) -> None:
+    run_deciding_seed(seed)
+
+
 def test_fault_that_waits_for_a_decision_does_not_come_in_the_calm() -> None:
     """In these schedules it was on its way when the calm began, and nobody would have ended it."""
     for seed in (3002433, 3002480, 3002611):
