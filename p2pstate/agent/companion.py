@@ -131,10 +131,8 @@ class VaultKeeper:
             **self._requests.handlers,
             **self._data_ends.handlers,
             **self._state.handlers,
-            "copies": lambda worker, copies, lean: self._weaknesses.on_copies(copies, lean),
-            "checkpoint": lambda worker, **target: self._saves.configure(**target),
-            "damaged_saves": lambda worker, names: self._saves.distrust(names),
-            "save_late": lambda worker, version, seconds: self._saves.late(version, seconds),
+            **self._saves.handlers,
+            **self._weaknesses.handlers,
             "save": lambda worker, version, final: self._saves.ready(worker.rank, version, final, self._ranks),
         }
 

@@ -85,6 +85,11 @@ class Saves:
         self._outlives_rounds = False
         self.began_at = 0.0  # the newest session, monotonic seconds
         self.on_disk: Version | None = None  # the newest version of this run that is
+        self.handlers: dict[str, Callable[..., None]] = {
+            "checkpoint": lambda worker, **target: self.configure(**target),
+            "damaged_saves": lambda worker, names: self.distrust(names),
+            "save_late": lambda worker, version, seconds: self.late(version, seconds),
+        }
 
     # -- what happens around
 

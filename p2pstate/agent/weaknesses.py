@@ -6,6 +6,8 @@ In: rounds, and how many copies the workers ask for. Out: the nodes that keep ea
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from p2pstate.agent.events import EventLog
 from p2pstate.placement import partners, weaknesses
 from p2pstate.types import RoundInfo
@@ -20,6 +22,9 @@ class Weaknesses:
         self._info: RoundInfo | None = None
         self._keepers: list[list[str]] = []  # by rank
         self.told: list[str] = []
+        self.handlers: dict[str, Callable[..., None]] = {
+            "copies": lambda worker, copies, lean: self.on_copies(copies, lean),
+        }
 
     def keepers_of(self, rank: int | None) -> list[str]:
         """The other nodes that are to keep copies of a rank's state in the newest round."""

@@ -122,17 +122,10 @@ class TrainingState:
             for model in self._live.models
             for name, module in model.extra_state_modules()
         }
-        forward_sync = {
-            name: module.require_forward_param_sync  # whether its next forward broadcasts buffers
-            for model in self._live.models
-            for name, module in model.data_parallel_modules()
-        }
-        awaiting_backward = [
-            name
-            for model in self._live.models
-            for name, module in model.data_parallel_modules()
-            if awaited_backward(module).awaited
-        ]
+        wrappers = [item for model in self._live.models for item in model.data_parallel_modules()]
+        # whether its next forward broadcasts buffers
+        forward_sync = {name: module.require_forward_param_sync for name, module in wrappers}
+        awaiting_backward = [name for name, module in wrappers if awaited_backward(module).awaited]
         evaluating = [name for model in self._live.models for name, module in model.modules() if not module.training]
         optimizers = {o.prefix: o.collect(collector, models.named) for o in self._live.optimizers}
         objects = {name: collect_object(collector, name, thing) for name, thing in sorted(self._live.objects.items())}

@@ -16,6 +16,16 @@ settings.load_profile("any speed")
 
 
 @pytest.fixture
+def gloo() -> Iterator[None]:
+    """A default process group of this process alone."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
 def closed_loaders(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No worker of a Loader outlives its test."""
     from p2pstate.data import Loader

@@ -158,11 +158,15 @@ def check_kill(point: str, place: int, root: str, monkeypatch: pytest.MonkeyPatc
     assert torch.equal(reader.read({"w": reader.whole("model.w")})["w"], matrix(30))
 
 
-def test_what_failed_saves_have_left_goes_before_the_next_begins(tmp_path: Path) -> None:
-    site, root = Site(), str(tmp_path)
-    own = writer._Writer()
+def begun(own: writer._Writer, root: str) -> list[str]:
+    """Names of three saves, of steps 10, 20 and 30."""
     new = {"serial": 0, "where": [root, ""], "failed": [], "newest": ""}
-    good, torn, gone = (own.begin(step=step, **new)["name"] for step in (10, 20, 30))
+    return [own.begin(step=step, **new)["name"] for step in (10, 20, 30)]
+
+
+def test_what_failed_saves_have_left_goes_before_the_next_begins(tmp_path: Path) -> None:
+    site, root, own = Site(), str(tmp_path), writer._Writer()
+    good, torn, gone = begun(own, root)
     site.save(tmp_path / good, site.capture(10))
     site.write(tmp_path / torn, site.capture(20))
     (tmp_path / gone).rmdir()
@@ -171,10 +175,8 @@ def test_what_failed_saves_have_left_goes_before_the_next_begins(tmp_path: Path)
 
 
 def test_save_that_was_found_damaged_is_none_of_those_to_keep(tmp_path: Path) -> None:
-    site, root = Site(), str(tmp_path)
-    own = writer._Writer()
-    begin = {"serial": 0, "where": [root, ""], "failed": [], "newest": ""}
-    good, damaged, newest = (own.begin(step=step, **begin)["name"] for step in (10, 20, 30))
+    site, root, own = Site(), str(tmp_path), writer._Writer()
+    good, damaged, newest = begun(own, root)
     site.save(tmp_path / good, site.capture(10))
     site.save(tmp_path / damaged, site.capture(20))
     version = site.capture(30)

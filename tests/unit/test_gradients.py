@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from p2pstate.gradients import discard_gradients
 
 
-@pytest.fixture
-def _group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("_group")
+@pytest.mark.usefixtures("gloo")
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_discard_in_an_accumulation_window_of_fsdp2_forgets_the_micro_batch(dtype: torch.dtype | None) -> None:
     torch.manual_seed(0)

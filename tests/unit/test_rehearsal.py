@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from p2pstate.plan_recovery import NUM_WARM_STEPS
 from p2pstate.rehearsal import CHANGING, MAX_STEPS, MAX_TURNS, NEW, NUM_STEPS, SETTLED, Rehearsals
-
-
-@pytest.fixture
-def gloo() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def train(model: nn.Module) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,12 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from p2pstate.state import LeafError, TrainingState
 
-
-@pytest.fixture(autouse=True)
-def gloo() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("gloo")
 
 
 class Counting:

@@ -19,13 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from p2pstate.state import LeafError, TrainingState
 
 
-@pytest.fixture
-def gloo() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.fixture(params=[0, 3])
 def fake(request: pytest.FixtureRequest) -> Iterator[int]:
     """Rank 0 or 3 of four, whose collectives do nothing."""

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from state_zoo import image_of, restore
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -15,12 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from p2pstate.state import TrainingState
 from p2pstate.state.reducers import awaited_backward
 
-
-@pytest.fixture(autouse=True)
-def gloo() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("gloo")
 
 
 class Critic:

@@ -13,17 +13,10 @@ import torch.distributed as dist
 from p2pstate.data import Loader
 from p2pstate.errors import ConfigError
 
-pytestmark = pytest.mark.trainers
+pytestmark = [pytest.mark.trainers, pytest.mark.usefixtures("gloo")]
 transformers = pytest.importorskip("transformers")
 
 SAMPLES = torch.utils.data.TensorDataset(torch.arange(10.0))
-
-
-@pytest.fixture(autouse=True)
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 class Model(torch.nn.Module):
@@ -76,6 +69,7 @@ def test_setting_that_chooses_other_batches_is_refused_by_name(
 
 
 def test_ranks_that_would_train_apart_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)  # as a Trainer of Lightning leaves it behind
     monkeypatch.setattr(dist, "get_world_size", lambda *_: 2)  # a process group of two, in which Accelerate sees one
     with pytest.raises(ConfigError, match=r"rank 0 of 1, but it is rank 0 of 2.*use_cpu=True"):
         make_trainer(tmp_path)

@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from durable_site import Site, matrix
 
 from p2pstate.data import Loader
 from p2pstate.errors import ConfigError
 
-pytestmark = pytest.mark.trainers
+pytestmark = [pytest.mark.trainers, pytest.mark.usefixtures("gloo")]
 lightning = pytest.importorskip("lightning")
 
 SAMPLES = torch.utils.data.TensorDataset(torch.ones(12, 4))
-
-
-@pytest.fixture(autouse=True)
-def _group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def model() -> Any:
