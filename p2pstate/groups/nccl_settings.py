@@ -49,7 +49,13 @@ NEEDED: Mapping[str, _Needed] = {
         "0", "torch's heartbeat monitor ends a process whose watchdog waits for a cut"
     ),
     "TORCH_NCCL_DUMP_ON_TIMEOUT": _Needed("0", "every rank writes its trace while the others wait for it to recover"),
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": _Needed(
+        "0", "after an error torch's watchdog sleeps for four times that long, and collectives called meanwhile wait"
+    ),
     "TORCH_NCCL_PROPAGATE_ERROR": _Needed("0", "an error of one round would be told to the next one"),
+    "TORCH_NCCL_NAN_CHECK": _Needed(
+        "0", "what a collective that was cut leaves behind may be NaN, and the check ends the CUDA context"
+    ),
 }
 
 

@@ -202,7 +202,7 @@ class CardWork(GuardedWork):
         if self._host_waits or timeout is not None:
             timeout_s = None if timeout is None else timeout.total_seconds()
             wait_on_host(self._work.is_completed, self._is_over, timeout_s)
-        self._work.wait()
+        self._work.block_current_stream()  # wait() aborts NCCL itself after an error, which nobody has recorded then
         if self._is_over():
             raise Abandoned("an operation on a card was given up: the round is over")
 

@@ -56,16 +56,19 @@ class FakeNccl:
 
 class FakeCardWork:
     def __init__(self, *, ends: bool = True, error: Exception | None = None) -> None:
-        self.ends, self.error, self.num_waits = ends, error, 0
+        self.ends, self.error, self.num_blocks = ends, error, 0
         self.future: Future[Any] = Future()
 
     def is_completed(self) -> bool:
         return self.ends
 
+    def block_current_stream(self) -> None:
+        self.num_blocks += 1
+
     def wait(self) -> bool:
-        """Without a deadline: torch aborts NCCL at the end of one."""
-        self.num_waits += 1
+        """torch aborts NCCL in it, at the end of a deadline and after an error."""
         if self.error is not None:
+            FakeNccl._say("abort")
             raise self.error
         return True
 

@@ -62,6 +62,8 @@ def test_fakes_have_the_names_of_this_torch() -> None:
     declared = dict(re.findall(r"(?m)^class (\w+)\b.*:\n((?:    .*\n|\n)+)", stubs))
     for name in ("abort", "get_error", "eager_connect_single_device"):
         assert f"def {name}(self" in declared["Backend"]
+    for name in ("is_completed", "block_current_stream", "get_future"):
+        assert f"def {name}(self" in declared["Work"]
     for name in ("global_ranks_in_group", "group_name"):
         assert re.search(rf"\b{name}: ", declared["Backend"])
     for name in ("is_high_priority_stream", "config", "min_ctas", "max_ctas"):
@@ -253,11 +255,23 @@ def test_waiting_for_a_card_takes_no_deadline_to_nccl_and_none_of_the_hosts_time
     group.allreduce([torch.ones(1)])
     monkeypatch.setattr(FakeProcessGroup, "_note", lambda self, name: work)
     assert group.allreduce([torch.ones(1)]).wait()
-    assert work.num_waits == 1
+    assert work.num_blocks == 1
     assert status.error is None
     assert group.allreduce([torch.ones(1)]).get_future() is work.future
     assert group.allreduce([torch.ones(1)]).wait(timedelta(seconds=0.05))
     assert "within 0.05 s" in str(status.error)
+
+
+def test_operation_that_failed_on_a_card_is_not_waited_for_in_a_way_that_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, status, _ = on_card(monkeypatch)
+    group.allreduce([torch.ones(1)])
+    work = FakeCardWork(error=RuntimeError("NCCL error: remote process exited"))
+    monkeypatch.setattr(FakeProcessGroup, "_note", lambda self, name: work)
+    assert group.allreduce([torch.ones(1)]).wait()
+    assert group.barrier().wait()
+    assert work.num_blocks == 2
+    assert "abort" not in names()
+    assert status.error is None, "whoever watches the communicator tells"
 
 
 def test_barrier_on_a_card_makes_the_host_wait_until_an_error_comes(monkeypatch: pytest.MonkeyPatch) -> None:
