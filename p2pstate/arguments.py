@@ -1,23 +1,33 @@
 """What all commands do alike with their command lines. Pure.
 
 In: arguments. Out: an argparse parser that takes ``--nproc_per_node`` for ``--nproc-per-node``, as torchrun does, and
-that names, for an option or a command which it does not know, the one that was probably meant.
+that names, for an option or a command which it does not know, the one that was probably meant; and :func:`path`, the
+type of everything that names a file or a folder.
 """
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import os
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, NoReturn
 
-__all__ = ["Parser", "nearest"]
+__all__ = ["Parser", "nearest", "path"]
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """``; did you mean ...?``, or nothing if none of the known is near."""
     found = difflib.get_close_matches(word, list(known), n=1)
     return f"; did you mean {found[0]}?" if found else ""
+
+
+def path(text: str) -> Path:
+    """``--run-dir=~/x`` is the place that ``--run-dir ~/x`` is, where the shell puts a home in for ``~``."""
+    if not text:
+        raise argparse.ArgumentTypeError("a path is expected, not nothing: is a variable empty?")
+    return Path(os.path.expanduser(text))
 
 
 class Parser(argparse.ArgumentParser):

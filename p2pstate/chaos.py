@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from p2pstate.agent.chaos import ACTIONS, NODE_ACTIONS, PARTITION_S, PHASES
+from p2pstate.arguments import path
 from p2pstate.errors import EXIT_CONFIG
 from p2pstate.operating import CommandRefused, add_operator, addresses_of, operator_line
 from p2pstate.options import HelpFormatter
@@ -127,7 +128,7 @@ def add_commands(commands: Any) -> None:
     parser.add_argument(
         "--kinds", default="kill,stop,corrupt,node", metavar="LIST", help="of random faults; also: partition"
     )
-    parser.add_argument("--schedule", metavar="FILE", help="these faults in place of random ones")
+    parser.add_argument("--schedule", type=path, metavar="FILE", help="these faults in place of random ones")
     parser.add_argument("--survive-within", type=float, default=120.0, metavar="S", help="or the job has not gone on")
     parser.set_defaults(run=run_command)
 

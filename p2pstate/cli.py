@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from p2pstate.agent.hang import DEFAULT_FLOOR_S
 from p2pstate.agent.job import Job
-from p2pstate.arguments import Parser
+from p2pstate.arguments import Parser, path
 from p2pstate.errors import EXIT_CONFIG
 from p2pstate.options import HelpFormatter, add_detection, add_network, add_run, make_config, read_labels
 from rendezvous.config import Config
@@ -141,8 +141,8 @@ def _parser() -> argparse.ArgumentParser:
         help="workers per node; auto: as many as there are cards, or else CPUs (also: gpu, cpu)",
     )
     run.add_argument("--standalone", action="store_true", help="one node, by itself, which is the default")
-    run.add_argument("--run-dir", metavar="DIR", help="where events and logs go (one file per node)")
-    run.add_argument("--log-dir", metavar="DIR", help="where logs of ranks go (default: logs in --run-dir)")
+    run.add_argument("--run-dir", type=path, metavar="DIR", help="where events and logs go (one file per node)")
+    run.add_argument("--log-dir", type=path, metavar="DIR", help="where logs of ranks go (default: logs in --run-dir)")
     add_network(parser)
     add_detection(parser)
     node = parser.add_argument_group("this node")
@@ -222,6 +222,7 @@ def _add_views(node: argparse._ArgumentGroup) -> None:
     """Where this node shows what it knows."""
     node.add_argument(
         "--health-file",
+        type=path,
         metavar="FILE",
         help="written every second while the agent lives, for probes (docs/kubernetes.md)",
     )
@@ -231,7 +232,10 @@ def _add_views(node: argparse._ArgumentGroup) -> None:
         help="serve a page of the whole run, /status.json and /metrics here, such as 127.0.0.1:8600 (read only)",
     )
     node.add_argument(
-        "--http-token-file", metavar="FILE", help="whoever asks over HTTP has to know what is in this file"
+        "--http-token-file",
+        type=path,
+        metavar="FILE",
+        help="whoever asks over HTTP has to know what is in this file",
     )
     node.add_argument(
         "--otel",

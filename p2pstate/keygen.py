@@ -10,6 +10,7 @@ import argparse
 import sys
 from typing import Any
 
+from p2pstate.arguments import path
 from rendezvous.keys import make_key_file
 
 __all__ = ["add_commands"]
@@ -21,19 +22,19 @@ def add_commands(commands: Any) -> None:
         "keygen",
         description="Make the secret that the nodes of a run share: p2prun --key-file FILE on each of them.",
     )
-    keygen.add_argument("file", metavar="FILE", help="a new file; an existing one is never overwritten")
+    keygen.add_argument("file", type=path, metavar="FILE", help="a new file; an existing one is never overwritten")
     keygen.set_defaults(run=run_command)
 
 
 def run_command(options: argparse.Namespace) -> int:
-    path = options.file
+    file = options.file
     try:
-        make_key_file(path)
+        make_key_file(file)
     except FileExistsError:
-        print(f"p2pstate keygen: {path} exists and is not overwritten: a run may be using it", file=sys.stderr)
+        print(f"p2pstate keygen: {file} exists and is not overwritten: a run may be using it", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"p2pstate keygen: {path} cannot be written: {error.strerror}", file=sys.stderr)
+        print(f"p2pstate keygen: {file} cannot be written: {error.strerror}", file=sys.stderr)
         return 1
-    print(f"{path}: a new secret, readable by its owner only; copy it to every node and name it there (--key-file)")
+    print(f"{file}: a new secret, readable by its owner only; copy it to every node and name it there (--key-file)")
     return 0

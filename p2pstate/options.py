@@ -10,6 +10,7 @@ import os
 import socket
 from collections.abc import Mapping, Sequence
 
+from p2pstate.arguments import path
 from rendezvous.config import PRESETS, Config, check_exposure
 from rendezvous.discovery import is_literal, local_binds, names_loopback
 from rendezvous.keys import read_key_file
@@ -75,7 +76,9 @@ def add_network(parser: argparse.ArgumentParser) -> None:
     net.add_argument("--bind", metavar="HOST:PORT", help="where this process listens (any port on loopback)")
     net.add_argument("--iface", metavar="NAME", help="the network interface whose address others are told")
     net.add_argument("--advertise", metavar="HOST:PORT", help="how others reach this node, if not at --bind")
-    net.add_argument("--key-file", metavar="FILE", help="the run's secret (p2pstate keygen); needed off loopback")
+    net.add_argument(
+        "--key-file", type=path, metavar="FILE", help="the run's secret (p2pstate keygen); needed off loopback"
+    )
     net.add_argument("--insecure", action="store_true", help="listen off loopback without a key")
 
 

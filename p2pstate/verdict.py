@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from p2pstate.arguments import path
 from p2pstate.errors import EXIT_CONFIG, EXIT_RETRY
 
 __all__ = ["RunVerdict", "add_commands", "read_verdict"]
@@ -27,7 +28,7 @@ def add_commands(commands: Any) -> None:
         "verdict",
         description="Say how a run ended, and exit with the run's exit code: 75 while no node has told an end.",
     )
-    verdict.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="p2prun's --run-dir, of this run only")
+    verdict.add_argument("run_dir", type=path, metavar="RUN_DIR", help="p2prun's --run-dir, of this run only")
     verdict.set_defaults(run=run_command)
 
 

@@ -14,13 +14,14 @@ import os
 import secrets
 import stat
 from dataclasses import dataclass
+from pathlib import Path
 
 SECRET_BYTES = 32
 HOW_TO_MAKE_ONE = "make one with `p2pstate keygen FILE` (or `openssl rand -hex 32`)"
 _MAX_FILE_BYTES = 4096
 
 
-def make_key_file(path: str) -> None:
+def make_key_file(path: str | Path) -> None:
     """A new secret in a new file that only its owner can read. OSError if it cannot be written or already exists."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "w") as file:
@@ -28,8 +29,10 @@ def make_key_file(path: str) -> None:
         file.write(secrets.token_hex(SECRET_BYTES) + "\n")
 
 
-def read_key_file(path: str) -> bytes:
-    """The secret in `path`. OSError if it cannot be read; ValueError if everybody can, or it holds none."""
+def read_key_file(path: str | Path) -> bytes:
+    """The secret in `path`, whose ~ is a home. OSError if it cannot be read; ValueError if everybody can, or it holds
+    none."""
+    path = os.path.expanduser(path)
     if not os.path.exists(path):
         raise FileNotFoundError(f"there is no key file {path}; {HOW_TO_MAKE_ONE}")
     if os.path.isdir(path):

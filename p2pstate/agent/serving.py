@@ -34,7 +34,7 @@ T = TypeVar("T")
 Answers = dict[str, dict[str, Any]]
 
 
-def read_token(path: str) -> str:
+def read_token(path: str | Path) -> str:
     """Raises OSError, or ValueError for an empty file."""
     token = Path(path).read_text(encoding="utf-8").strip()
     if not token:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 from typing import Any
+
+from p2pstate.arguments import path
 
 __all__ = ["add_commands"]
 
@@ -27,11 +28,11 @@ def add_commands(commands: Any) -> None:
     packer.add_argument(
         "inputs",
         nargs="+",
-        type=Path,
+        type=path,
         metavar="INPUT",
         help="text files, or .jsonl and .ndjson files; also .gz of them",
     )
-    packer.add_argument("--output", required=True, type=Path, metavar="FILE.bin", help="the token file")
+    packer.add_argument("--output", required=True, type=path, metavar="FILE.bin", help="the token file")
     packer.add_argument(
         "--tokenizer",
         default="p2pstate.data.pack:bytes_of",

@@ -12,9 +12,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from p2pstate.arguments import path
 from p2pstate.sizes import size_text
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def add_commands(commands: Any) -> None:
         description="Write the weights of a checkpoint, without optimizer and data position, as safetensors.",
     )
     export.add_argument("path", metavar="PLACE", help="what Replicator(checkpoint=...) was given")
-    export.add_argument("output", type=Path, metavar="FILE.safetensors", help="a new file")
+    export.add_argument("output", type=path, metavar="FILE.safetensors", help="a new file")
     export.add_argument("--name", help="of the checkpoint; the newest complete one otherwise")
     export.add_argument("--rank", type=int, help="write what differs from rank to rank as this one has it")
     export.set_defaults(run=run_export)

@@ -13,6 +13,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from p2pstate.arguments import path
+
 if TYPE_CHECKING:
     from p2pstate.observe.history import History
 
@@ -26,9 +28,9 @@ def add_commands(commands: Any) -> None:
         description="Read what the nodes of a run wrote into their run directory (--run-dir, or the directory of a "
         "RunMeter; copy the files of all nodes together if they have none in common), and make one HTML page of it.",
     )
-    report.add_argument("run_dir", metavar="RUN_DIR", type=Path)
-    report.add_argument("--output", metavar="FILE", type=Path, help="the page (default: RUN_DIR/report.html)")
-    report.add_argument("--trace", metavar="FILE", type=Path, help="also a trace for ui.perfetto.dev, as JSON")
+    report.add_argument("run_dir", metavar="RUN_DIR", type=path)
+    report.add_argument("--output", metavar="FILE", type=path, help="the page (default: RUN_DIR/report.html)")
+    report.add_argument("--trace", metavar="FILE", type=path, help="also a trace for ui.perfetto.dev, as JSON")
     report.add_argument("--json", action="store_true", help="the goodput as one JSON object instead of text")
     report.set_defaults(run=run_command)
 

@@ -12,10 +12,10 @@ import sys
 import time
 import urllib.request
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 from urllib.error import URLError
 
+from p2pstate.arguments import path
 from p2pstate.observe.goodput import Goodput
 from p2pstate.observe.whole import WINDOWS, headline
 from p2pstate.sizes import size_text
@@ -30,7 +30,7 @@ def add_commands(commands: Any) -> None:
     """Adds ``top`` to the subparsers of ``p2pstate``."""
     top = commands.add_parser("top", description="Watch a run in the terminal.")
     top.add_argument("url", metavar="URL", help="of any node's page (p2prun --http), such as http://127.0.0.1:8600/")
-    top.add_argument("--token-file", metavar="FILE", help="what the page's --http-token-file holds")
+    top.add_argument("--token-file", type=path, metavar="FILE", help="what the page's --http-token-file holds")
     top.add_argument("--interval", type=float, default=1.0, metavar="S", help="between two looks (default: 1)")
     top.add_argument("--once", action="store_true", help="print it once, and end")
     top.set_defaults(run=run_command)
@@ -48,7 +48,7 @@ def run_command(options: argparse.Namespace) -> int:
         print(f"p2pstate top: --interval {options.interval:g}: give seconds, more than 0", file=sys.stderr)
         return 1
     try:
-        token = Path(options.token_file).read_text(encoding="utf-8").strip() if options.token_file else ""
+        token = options.token_file.read_text(encoding="utf-8").strip() if options.token_file else ""
     except (OSError, ValueError) as error:
         print(f"p2pstate top: --token-file cannot be read: {error}", file=sys.stderr)
         return 1

@@ -10,8 +10,10 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from p2pstate.arguments import path
 from p2pstate.planning import units
 from p2pstate.planning.formulas import mtbf_of_yearly_rate_s
 from p2pstate.planning.inputs import STORAGE, Inputs
@@ -80,6 +82,7 @@ def _add_failures(plan: argparse.ArgumentParser, default: Inputs) -> None:
     _add(rate, "--failure-every", _hours, "H", "a measured interval between failures of a whole job, in hours")
     rate.add_argument(
         "--run-dir",
+        type=path,
         metavar="DIR",
         help="of a run: the rate of its failures, and what else it has measured",
     )
@@ -165,7 +168,9 @@ def _add_output(plan: argparse.ArgumentParser) -> None:
     """What comes out."""
     output = plan.add_argument_group("output")
     output.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    output.add_argument("--plot", metavar="FILE", help="also draw a picture: .png, .svg or .pdf (needs matplotlib)")
+    output.add_argument(
+        "--plot", type=path, metavar="FILE", help="also draw a picture: .png, .svg or .pdf (needs matplotlib)"
+    )
     _add(output, "--seed", _whole, "N", "of the simulation (default: 0)", default=0)
 
 
@@ -219,16 +224,16 @@ def run_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _save_plot(plan: Plan, path: str) -> None:
+def _save_plot(plan: Plan, file: Path) -> None:
     """Raises ValueError, which names the option."""
     from p2pstate.planning.plot import save_plot
 
     try:
-        save_plot(plan, path)
+        save_plot(plan, file)
     except OSError as error:
-        raise ValueError(f"--plot {path} cannot be written: {error.strerror or error}") from error
+        raise ValueError(f"--plot {file} cannot be written: {error.strerror or error}") from error
     except ValueError as error:
-        raise ValueError(f"--plot {path}: {error}") from error
+        raise ValueError(f"--plot {file}: {error}") from error
 
 
 def _rates(options: argparse.Namespace) -> dict[str, Any]:

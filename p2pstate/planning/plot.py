@@ -6,6 +6,7 @@ In: a `Plan`. Out: an image file, in the format of its suffix (PNG, SVG, PDF). N
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 
@@ -21,7 +22,7 @@ LINES = {"checkpoint": "--", "async_checkpoint": "-.", "p2pstate": "-"}  # told 
 COLOURS = {"checkpoint": "#0072b2", "async_checkpoint": "#e69f00", "p2pstate": "#009e73"}
 
 
-def save_plot(plan: Plan, path: str) -> None:
+def save_plot(plan: Plan, path: Path) -> None:
     """Raises ValueError when matplotlib is missing or does not know the suffix, OSError when nothing can be written."""
     try:
         from matplotlib.figure import Figure

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,8 +14,11 @@ from typing import Any
 
 import pytest
 
+from p2pstate.arguments import Parser, path
 from p2pstate.cli import main, p2prun
 from p2pstate.errors import EXIT_CONFIG
+from p2pstate.operating import OPERATING
+from p2pstate.tools import TOOLS
 
 
 @pytest.mark.parametrize(
@@ -27,6 +32,7 @@ from p2pstate.errors import EXIT_CONFIG
         (["--nproc-per-node", "gpu", "train.py"], "--nproc-per-node 0: at least one worker"),
         (["--log_dir=train.py", "train.py"], "train.py"),
         (["--key-file", "none.key", "train.py"], "there is no key file none.key; make one with `p2pstate keygen"),
+        (["--key-file=~/none.key", "train.py"], "there is no key file /home/me/none.key; make one"),
     ],
 )
 def test_p2prun_mistake_is_answered_with_what_to_do(
@@ -37,6 +43,7 @@ def test_p2prun_mistake_is_answered_with_what_to_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
     Path("train.py").touch()
     assert p2prun(arguments) == EXIT_CONFIG
     assert says in capsys.readouterr().err
@@ -68,6 +75,33 @@ def test_unknown_word_is_answered_with_the_nearest_known_one(
         program(arguments)
     assert ended.value.code == 2
     assert says in capsys.readouterr().err
+
+
+def test_every_option_that_names_a_file_or_folder_knows_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    parsers: list[argparse.ArgumentParser] = []
+    parse = Parser.parse_known_args
+
+    def remember(parser: Any, *args: Any) -> Any:
+        parsers.append(parser)
+        return parse(parser, *args)
+
+    monkeypatch.setattr(Parser, "parse_known_args", remember)
+    commands = [(p2prun, words) for words in ([], ["witness"], *([name] for name in OPERATING))]
+    tools = [(main, words) for words in (["data", "pack"], *([name] for name in TOOLS))]
+    for program, words in commands + tools:
+        with pytest.raises(SystemExit):
+            program([*words, "--help"])
+    named = []
+    for parser in parsers:
+        for action in parser._actions:
+            if action.metavar and re.search(r"\b(FILE|DIR|RUN_DIR|INPUT)\b", str(action.metavar)):
+                named.append(action.dest)
+                assert action.type is path, f"{parser.prog} {action.option_strings}"
+    assert {"run_dir", "key_file", "output", "plot", "schedule", "token_file", "inputs"} <= set(named)
+    assert path("~/runs") == Path("/home/me/runs")
+    with pytest.raises(argparse.ArgumentTypeError, match="variable empty"):
+        path("")
 
 
 def test_command_that_cannot_say_it_says_why() -> None:
