@@ -4,13 +4,16 @@ one a child per phase. Needs ``p2pstate[otel]``.
 In: what a running node knows of its incidents. Out: spans, sent by OTLP to where the ``OTEL_*`` variables say (by
 default http://localhost:4318). All nodes give an incident the same trace, without asking each other.
 
-Invariant: sending is another thread's business; a collector that is slow or not there costs spans, never the run.
+Invariants: sending is another thread's business; a collector that is slow or not there costs spans, never the run.
+What the library and its exporter complain of is said once, in a line.
 Known limit: phases are drawn one after the other; they are the longest that any rank of the node was in each of them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -40,6 +43,9 @@ class IncidentSpans:
             raise ValueError("--otel needs OpenTelemetry: pip install 'p2pstate[otel]'") from error
 
         self._run_id, self._node = run_id, node
+        self._trouble = _Trouble()
+        library = logging.getLogger("opentelemetry")
+        library.handlers[:], library.propagate = [self._trouble], False
         self._ids = _make_ids()
         resource = Resource.create({"service.name": "p2pstate", "p2pstate.run_id": run_id, "p2pstate.node": node})
         self._provider = TracerProvider(resource=resource, id_generator=self._ids, shutdown_on_exit=False)
@@ -60,9 +66,15 @@ class IncidentSpans:
 
     def close(self) -> None:
         """Send what has not been sent, as far as that takes no longer than ``CLOSE_S``."""
-        closing = threading.Thread(target=self._provider.shutdown, name="p2pstate-spans", daemon=True)
+        closing = threading.Thread(target=self._shut_down, name="p2pstate-spans", daemon=True)
         closing.start()
         closing.join(CLOSE_S)
+
+    def _shut_down(self) -> None:
+        try:
+            self._provider.shutdown()
+        except Exception as error:  # of an exporter that anybody may have written
+            self._trouble.say(f"{type(error).__name__}: {error}")
 
     def _tell(self, incident: Incident) -> None:
         from opentelemetry.context import Context
@@ -87,6 +99,23 @@ class IncidentSpans:
         if incident.over_at is None:
             span.set_status(Status(StatusCode.ERROR, "the run did not go on"))
         span.end(_ns(t if incident.over_at is None else incident.over_at))
+
+
+class _Trouble(logging.Handler):
+    """Of all that goes wrong with spans, the first is said."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said = False
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self.say(record.getMessage() + (f" {type(error).__name__}: {error}" if error is not None else ""))
+
+    def say(self, text: str) -> None:
+        if not self._said:
+            self._said = True
+            print(f"p2pstate: spans of failures may be missing (said once; the run goes on): {text}", file=sys.stderr)
 
 
 def _make_ids() -> Any:

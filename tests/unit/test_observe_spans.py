@@ -101,9 +101,10 @@ class Broken:
         self.export(())
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 @pytest.mark.parametrize("raises", [True, False])
-def test_exporter_that_raises_or_hangs_holds_nobody_up(raises: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exporter_that_raises_or_hangs_holds_nobody_up_and_is_told_of_once(
+    raises: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
     monkeypatch.setattr("p2pstate.observe.spans.CLOSE_S", 0.1)
@@ -112,3 +113,5 @@ def test_exporter_that_raises_or_hangs_holds_nobody_up(raises: bool, monkeypatch
     spans.look(find_incidents(run_events()))
     spans.close()
     broken.given_up.set()
+    said = capsys.readouterr().err.splitlines()
+    assert [line.endswith("OSError: connection refused") for line in said] == [True] * raises
