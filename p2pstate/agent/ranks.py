@@ -203,6 +203,7 @@ class Ranks:
             fresh=fresh,
             aborted=self.round_is_over,
             raised=self._raised_by(rank),
+            max_restarts=job.max_restarts,
         )
         message["seconds"] = self._events.ledger.of_rank(rank)
         message["journal"] = b"" if fresh else self._journals.of(rank)

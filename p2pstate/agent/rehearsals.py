@@ -59,7 +59,7 @@ class Rehearsals:
             if spare is None:
                 return
             job = self._job
-            message = assignment(info, each, job.num_workers, fresh=False, aborted=True)
+            message = assignment(info, each, job.num_workers, fresh=False, aborted=True, max_restarts=job.max_restarts)
             message |= {"seconds": {}, "journal": self._journals.of(each)}
             message |= job.program()
             self._supervisor.rehearse(spare, message, each)

@@ -121,9 +121,11 @@ def assignment(
     fresh: bool,
     aborted: bool,
     raised: tuple[int, str] | None = None,
+    max_restarts: int | None = None,
 ) -> dict[str, Any]:
     """The message that makes a process ``rank``. ``fresh``: it starts connected, with all others; else alone.
-    ``aborted``: the round is over already, the next one will be told. ``raised``: see WorkerContext."""
+    ``aborted``: the round is over already, the next one will be told. ``raised``: see WorkerContext. ``max_restarts``:
+    how many workers may be replaced, for scripts that ask torchrun; None: it is torchrun that they ask."""
     worker = info.workers[rank]
     environ = {
         "RANK": str(rank),
@@ -135,12 +137,18 @@ def assignment(
         "ROLE_NAME": "default",
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(info.world_size),
-        "TORCHELASTIC_RESTART_COUNT": str(max(0, info.epoch - 1)),
         "P2PSTATE_RUN_ID": info.run_id,
         "P2PSTATE_NODE": worker.node,
         "P2PSTATE_AGENT_PID": str(os.getpid()),
         ENV_GLOO_ASKS_ONCE: os.environ.get(ENV_GLOO_ASKS_ONCE, "1"),
     }
+    if max_restarts is not None:
+        environ |= {
+            "TORCHELASTIC_RUN_ID": info.run_id,
+            "TORCHELASTIC_RESTART_COUNT": str(max(0, info.epoch - 1)),
+            "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+            "TORCHELASTIC_USE_AGENT_STORE": "False",
+        }
     if num_local > 1:
         environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     return {

@@ -141,8 +141,10 @@ class Supervisor:
 
     def _hand_over(self, worker: WorkerProcess, message: Message, rank: int) -> None:
         if self._log_dir is not None:
+            path = os.path.join(self._log_dir, f"{rank}.{worker.pid}")
+            message["environ"]["TORCHELASTIC_ERROR_FILE"] = f"{path}.error.json"  # of torch's own @record
             try:
-                worker.output.open_log(os.path.join(self._log_dir, f"{rank}.{worker.pid}.log"))
+                worker.output.open_log(f"{path}.log")
             except OSError as error:  # the disk is full, or gone: that costs the log
                 worker.output.note(f"rank {rank} has no log: {error}\n")
         try:

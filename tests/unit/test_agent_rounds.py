@@ -78,6 +78,9 @@ def test_process_is_told_its_rank_and_whether_it_resumes(
     environ = message["environ"]
     assert (environ["RANK"], environ["WORLD_SIZE"], environ["GROUP_RANK"]) == ("3", "4", "1")
     assert environ["OMP_NUM_THREADS"] == "1", "several workers share the processors"
-    alone = assignment(round_info(view(), start, "run", 1), 1, 1, fresh=fresh, aborted=True)
+    assert not any(name.startswith("TORCHELASTIC") for name in environ), "torchrun has told its workers"
+    alone = assignment(round_info(view(), start, "run", 1), 1, 1, fresh=fresh, aborted=True, max_restarts=9)
     assert "OMP_NUM_THREADS" not in alone["environ"]
+    restarts = {name: alone["environ"][f"TORCHELASTIC_{name}"] for name in ("RUN_ID", "RESTART_COUNT", "MAX_RESTARTS")}
+    assert restarts == {"RUN_ID": "run", "RESTART_COUNT": "3", "MAX_RESTARTS": "9"}
     assert alone["round"] is None
