@@ -19,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import BarrierOptions
 from torch.distributed import ProcessGroup, ReduceOp
 
 from p2pstate.errors import ConfigError
@@ -149,6 +150,9 @@ class P2PGroup(ProcessGroup):
             except Exception as error:
                 self._status.fail(error, inner.epoch)
             else:
+                if work is None:  # NCCL has queued it on the caller's own stream: there is nothing to wait for
+                    on_end()
+                    return None
                 handle = _handle_of(name, card)
                 return handle(work, self._status, inner.epoch, lambda: echoed(self._rank, values), value, on_end)
         self._status.raise_if_loud()
@@ -186,6 +190,9 @@ class P2PGroup(ProcessGroup):
         return self._run("reduce", echo.keep, args, kwargs)
 
     def barrier(self, *args: Any, **kwargs: Any) -> Any:
+        for options in (*args, *kwargs.values()):
+            if isinstance(options, BarrierOptions):
+                options.asyncOp = True  # or NCCL waits itself, where no deadline and no error ends it
         return self._run("barrier", echo.keep, args, kwargs)
 
     def allgather(self, *args: Any, **kwargs: Any) -> Any:
@@ -275,7 +282,7 @@ class P2PGroup(ProcessGroup):
             except Exception as error:
                 self._status.fail(error, inner.epoch)
             else:
-                if work is None:  # nothing was called in between
+                if work is None:  # nothing was called in between, or all of it on the caller's own stream
                     return EchoWork(None)
                 handle = CardWork if device.type == "cuda" else GuardedWork
                 return handle(work, self._status, inner.epoch, lambda: None, None)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from fake_cards import CARD, DEADLINE_S, FakeCardWork, FakeNccl, FakeProcessGroup
 from groups_in_processes import run_alone
-from torch._C._distributed_c10d import ErrorType
+from torch._C._distributed_c10d import BarrierOptions, ErrorType
 from torch.distributed import HashStore, distributed_c10d
 
 from p2pstate.errors import ConfigError
@@ -34,6 +34,7 @@ from p2pstate.groups.sockets import Connections
 from p2pstate.groups.status import Status
 from p2pstate.groups.waiting import Abandoned
 from p2pstate.groups.works import CardWork, card_of
+from p2pstate.trace import Row
 
 TIMEOUT = timedelta(seconds=30)
 
@@ -260,6 +261,30 @@ def test_waiting_for_a_card_takes_no_deadline_to_nccl_and_none_of_the_hosts_time
     assert group.allreduce([torch.ones(1)]).get_future() is work.future
     assert group.allreduce([torch.ones(1)]).wait(timedelta(seconds=0.05))
     assert "within 0.05 s" in str(status.error)
+
+
+def test_operation_on_the_callers_own_stream_has_no_handle_and_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What torch asks for with async_op=False."""
+    group, status, _ = on_card(monkeypatch)
+    group.allreduce([torch.ones(1)]).wait()
+    monkeypatch.setattr(FakeProcessGroup, "_note", lambda self, name: None)
+    left: list[int] = []
+    monkeypatch.setattr(Row, "leave", lambda row, entered: left.append(entered))
+    assert group.allreduce([torch.ones(1)]) is None
+    assert (left, status.error) == ([2], None)
+
+
+def test_barrier_on_a_card_is_waited_for_here_also_when_torch_asks_for_a_blocking_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, _, _ = on_card(monkeypatch)
+    group.allreduce([torch.ones(1)])
+    asked: list[bool] = []
+    monkeypatch.setattr(FakeProcessGroup, "barrier", lambda self, opts: asked.append(opts.asyncOp) or FakeCardWork())
+    options = BarrierOptions()
+    options.asyncOp = False
+    assert group.barrier(opts=options).wait()
+    assert asked == [True]
 
 
 def test_operation_that_failed_on_a_card_is_waited_for_without_an_abort(monkeypatch: pytest.MonkeyPatch) -> None:
