@@ -62,6 +62,12 @@ def collectives(_line: Any, rank: int, num_ranks: int, folder: str) -> dict[str,
     host = torch.ones(1)
     group.allreduce([host]).wait()
     found["host"] = host.item()
+    blocking = dist.AllreduceOptions()
+    blocking.asyncOp = False  # as dist.all_reduce asks for
+    own_stream = torch.ones(1, device=device)
+    if (handle := group.allreduce([own_stream], blocking)) is not None:
+        handle.wait()
+    found["own_stream"] = own_stream.item()
     received = torch.empty(1, device=device)
     group._start_coalescing(device)
     group.send([torch.full((1,), float(rank), device=device)], (rank + 1) % num_ranks, 0)
@@ -71,7 +77,10 @@ def collectives(_line: Any, rank: int, num_ranks: int, folder: str) -> dict[str,
     future = group.allreduce([out]).get_future()
     future.wait()
     found["future"] = out.tolist()
-    group.barrier(dist.BarrierOptions()).wait()
+    for where in (device, torch.device("cpu")):
+        options = dist.BarrierOptions()
+        options.device, options.asyncOp = where, False
+        group.barrier(options).wait()
     group.shutdown()
     found["error"] = status.error
     return found
@@ -85,6 +94,7 @@ def test_collectives_over_nccl_are_right_on_every_rank(tmp_path: Path) -> None:
                 "sum": NUM_RANKS,
                 "gathered": [0, 1, 2, 3],
                 "host": NUM_RANKS,
+                "own_stream": NUM_RANKS,
                 "received": (rank - 1) % NUM_RANKS,
                 "future": [0, 4, 8, 12],
                 "error": None,
