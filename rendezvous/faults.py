@@ -15,11 +15,11 @@ class Fault:
     """`kind` happens at `at_s` to `who`.
 
     crash, restart, pause, resume, leave, propose (who: a name); misspeak (who says once that it knows a view that does
-    not exist); cut (who: the names of one side, "a,b", or of both, "a|b,c"), cut_one_way (from the first name to all
-    others), heal; ambush (the next node that completes a
-    decision loses what it then sends and is cut off), ambush_crash (it crashes instead); strike_cut, strike_crash (as
-    soon as a proposal is under way somewhere, a random side is cut off, or its proposer or another node crashes; `who`
-    has then no meaning); loss (amount: share of messages lost), calm; assume_dead (an operator says so to somebody who
+    not exist); twin (a second node is given the name that one has); cut (who: the names of one side, "a,b", or of both,
+    "a|b,c"), cut_one_way (from the first name to all others), heal; ambush (the next node that completes a decision
+    loses what it then sends and is cut off), ambush_crash (it crashes instead); strike_cut, strike_crash (as soon as a
+    proposal is under way somewhere, a random side is cut off, or its proposer or another node crashes; `who` has then
+    no meaning); loss (amount: share of messages lost), calm; assume_dead (an operator says so to somebody who
     does not hear from it, or to the one named after a bar, "d|a", if nothing that it began goes on).
     """
 
@@ -111,4 +111,13 @@ def deciding_schedule(rng: random.Random, names: Sequence[str], until_s: float, 
     if rng.random() < 0.1:
         at_s, name = rng.uniform(0.3, 1.0) * until_s, rng.choice(names)
         faults += [Fault(at_s, "misspeak", name), Fault(at_s, "crash", name)]  # it will not take that back
+    return tuple(sorted(faults, key=lambda fault: fault.at_s))
+
+
+def with_twin(rng: random.Random, schedule: Sequence[Fault], names: Sequence[str], until_s: float) -> tuple[Fault, ...]:
+    """The schedule, and a second live node that has the name of another one; in some runs either dies later."""
+    name = rng.choice(list(names))
+    faults = [*schedule, Fault(rng.uniform(0.0, 0.8 * until_s), "twin", name)]
+    if rng.random() < 0.5:
+        faults.append(Fault(rng.uniform(0.5, 1.0) * until_s, "crash", name if rng.random() < 0.5 else name + "'"))
     return tuple(sorted(faults, key=lambda fault: fault.at_s))

@@ -91,6 +91,8 @@ class Referee:
         newest = max((n.core.newest for n in live if n.core.newest), key=lambda view: view.epoch, default=None)
         if newest is None:
             return None
+        named = {key.name: key for key in newest.keys}
+        live = [n for n in live if named.get(n.member.name, n.member.key) == n.member.key or n.core.view is not None]
         num_voters = sum(node.member.key in newest.keys for node in live)
         num_nodes = sum(node.member.role is Role.NODE for node in live)
         if num_voters == 0 or 2 * num_voters < len(newest.members) or num_nodes < self._num_places[0]:

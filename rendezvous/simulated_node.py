@@ -32,6 +32,15 @@ class SimulatedApplication(PassiveApplication):
         return wanted, {"places": len(places), "ballots": len(ballots)}
 
 
+def twin_of(name: str) -> str:
+    """The host of a second node that was given the name of the one on host `name`."""
+    return name + "'"
+
+
+def name_on(host: str) -> str:
+    return host.removesuffix("'")
+
+
 @dataclass(frozen=True, slots=True)
 class Clock:
     """What one host takes for the time."""
@@ -48,11 +57,13 @@ class Clock:
 
 @dataclass(slots=True)
 class SimulatedNode:
-    """One life of one agent."""
+    """One life of one agent. `rejoins`: it says that it is none of the first."""
 
+    host: str
     member: Member
     core: Core
     clock: Clock
+    rejoins: bool
     running: bool = True
     paused: bool = False
     evicted: bool = False

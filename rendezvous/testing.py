@@ -22,7 +22,7 @@ from rendezvous.faults import Fault
 from rendezvous.messages import AcceptedVote, Beat, Fence, FenceAnswer, Ping, Promise, Standing, Status
 from rendezvous.referee import Referee
 from rendezvous.simulated_network import SimulatedNetwork
-from rendezvous.simulated_node import Clock, SimulatedApplication, SimulatedNode
+from rendezvous.simulated_node import Clock, SimulatedApplication, SimulatedNode, name_on, twin_of
 from rendezvous.types import Member, MemberKey, Role
 from rendezvous.wire import Envelope
 
@@ -37,7 +37,7 @@ def _decides(event: events.Event) -> bool:
 
 
 class Simulation:
-    """A cluster in memory. `run_until` advances it; `nodes` holds the newest life of each name."""
+    """A cluster in memory. `run_until` advances it; `nodes` holds the newest life on each host."""
 
     def __init__(
         self,
@@ -62,7 +62,9 @@ class Simulation:
         self._witnesses = frozenset(witnesses)
         self._fencing_command = fencing_command
         self._service_s = service_s
-        self._network = SimulatedNetwork((*names, *witnesses), self._rng)
+        hosts = (*names, *witnesses)
+        twins = tuple(dict.fromkeys(twin_of(fault.who) for fault in schedule if fault.kind == "twin"))
+        self._network = SimulatedNetwork((*hosts, *twins), self._rng)
         self._referee = Referee(seed, tuple(schedule), len(names) + len(witnesses), (num_nodes_min, num_nodes_max))
         self.decided, self.vouched = self._referee.decided, self._referee.vouched
         self.coverage, self.trace = self._referee.coverage, self._referee.trace
@@ -73,7 +75,7 @@ class Simulation:
         self.num_events = 0
         self.nodes: dict[str, SimulatedNode] = {}
         self.dead: list[SimulatedNode] = []
-        for name in self._network.addresses:
+        for name in hosts:
             at_s = (start_s or {}).get(name, self._rng.uniform(0.0, 0.3))
             self._network.at(at_s, partial(self._start, name))
         for fault in schedule:
@@ -100,21 +102,21 @@ class Simulation:
         for name in self.nodes:
             self._resume(name)
         contacts = list(self._network.addresses)[:NUM_CONTACTS]
-        if not any(node.member.name in contacts for node in self.live()):
+        if not any(node.host in contacts for node in self.live()):
             for node in self.live():
                 self._step(node, events.Contacts(tuple(self._network.addresses.values())))
 
     def live(self) -> list[SimulatedNode]:
         return [node for node in self.nodes.values() if node.running and not node.evicted and not node.left]
 
-    def _start(self, name: str, rejoin: bool = False) -> None:
+    def _start(self, host: str, rejoin: bool = False) -> None:
         low, high, num_spares, num_witnesses = self._sizes
         config = Config(
             run_id="simulation",
-            name=name,
-            bind=self._network.addresses[name],
+            name=name_on(host),
+            bind=self._network.addresses[host],
             contacts=tuple(self._network.addresses.values())[:NUM_CONTACTS],
-            role=Role.WITNESS if name in self._witnesses else Role.NODE,
+            role=Role.WITNESS if name_on(host) in self._witnesses else Role.NODE,
             num_nodes_min=low,
             num_nodes_max=high,
             num_spares_expected=num_spares,
@@ -124,13 +126,13 @@ class Simulation:
             probe_interval_s=self._timing.probe_interval_s,
             failure_s=self._timing.failure_s,
         )
-        member = Member(name, next(self._lives), config.bind, config.role)
+        member = Member(config.name, next(self._lives), config.bind, config.role)
         clock = Clock(self._rng.uniform(0.0, 1000.0), self._rng.uniform(0.98, 1.02))
         core = self._core_type(
             member, config, SimulatedApplication(self._rng), self._rng, clock.local_s(self._network.now)
         )
-        node = SimulatedNode(member, core, clock)
-        self.nodes[name] = node
+        node = SimulatedNode(host, member, core, clock, rejoin)
+        self.nodes[host] = node
         self._note(f"{member.key} starts")
         self._step(node, events.Contacts(config.contacts))
 
@@ -161,9 +163,9 @@ class Simulation:
         kind, self._ambush = self._ambush, ""
         self._note(f"{node.member.key} falls into the {kind}")
         if kind == "ambush_crash":
-            self.crash(node.member.name)
+            self.crash(node.host)
         else:
-            self._network.cut(frozenset((node.member.name,)))
+            self._network.cut(frozenset((node.host,)))
 
     def _strike(self, kind: str, proposer: SimulatedNode) -> None:
         """Hit a decision while it is being made; if it was made meanwhile, wait for the next one."""
@@ -173,11 +175,11 @@ class Simulation:
             self._strikes.append(kind)
             return
         self.coverage[kind] += 1
-        names = sorted(node.member.name for node in self.live())
+        names = sorted(node.host for node in self.live())
         if kind == "strike_cut":
             self._network.cut(frozenset(self._rng.sample(names, max(1, self._rng.randint(1, len(names)) // 2))))
         else:
-            self.crash(proposer.member.name if self._rng.random() < 0.5 else self._rng.choice(names))
+            self.crash(proposer.host if self._rng.random() < 0.5 else self._rng.choice(names))
 
     def _schedule_tick(self, node: SimulatedNode) -> None:
         if node.tick_waits:
@@ -226,7 +228,7 @@ class Simulation:
             self._answer = effect.message
             return
         target, sender = self._network.name_at(effect.address), node.member
-        if self._network.loses(sender.name, target):
+        if self._network.loses(node.host, target):
             return
         envelope = Envelope("simulation", node.core.nonce, sender.key, sender.address, effect.to, effect.message)
         self._network.carry(partial(self._deliver, target, events.Received(envelope)))
@@ -245,7 +247,7 @@ class Simulation:
         self._network.at(node.busy_until_s, partial(self._step, node, event))
 
     def _dial(self, node: SimulatedNode, address: str) -> None:
-        network, name = self._network, node.member.name
+        network, name = self._network, node.host
         target = network.name_at(address)
         reachable = network.passes(name, target) and network.passes(target, name)
         listener = self.nodes.get(target)
@@ -294,6 +296,8 @@ class Simulation:
                 self._network.loss = 0.0
             case "misspeak":
                 self._misspeak(fault.who)
+            case "twin":
+                self._start_twin(fault.who)
             case "propose":
                 self._command(fault.who, events.Propose("the schedule says so"))
             case "leave":
@@ -314,6 +318,18 @@ class Simulation:
             if other is not node:
                 self._send(node, out.Send(other.member.address, other.member.key, Ping(0, beat)))
 
+    def _start_twin(self, name: str) -> None:
+        """A second node is given a name that is taken, once no node may vote in a first view any more.
+
+        Before, names are all that a first view can count, and only who has met both knows that they are two.
+        """
+        nodes = [node for node in self.nodes.values() if node.running and not node.rejoins]
+        if not self.decided or any(node.core.newest is None for node in nodes):
+            self._network.after(0.05, 0.15, partial(self._start_twin, name))
+        elif twin_of(name) not in self.nodes:
+            self.coverage["twin"] += 1
+            self._start(twin_of(name))
+
     def _assume_dead(self, who: str) -> None:
         """An operator tells a member that knows the newest view and does not hear from this one.
 
@@ -324,12 +340,12 @@ class Simulation:
         newest = self._referee.newest_decided()
         if target is None or newest is None or target.member.key not in newest.keys:
             return
-        group = {n.member.name for n in self.live() if not n.paused and self._network.passes(name, n.member.name)}
+        group = {n.host for n in self.live() if not n.paused and self._network.passes(name, n.host)}
         if target.running and not target.paused and 2 * len(group | {name}) > len(newest.members):
             return
-        knowing = [n for n in self.live() if n.core.newest == newest and not n.paused and n.member.name not in group]
+        knowing = [n for n in self.live() if n.core.newest == newest and not n.paused and n.host not in group]
         for node in self._rng.sample(knowing, len(knowing)):
-            if told and node.member.name != told:
+            if told and node.host != told:
                 continue
             message = Fence(name, "the schedule says so", sure=True)
             self.vouched.add(target.member.key)
@@ -350,7 +366,7 @@ class Simulation:
         node.running = False
         self.dead.append(node)
         for other in self.nodes.values():
-            if self._network.passes(name, other.member.name):
+            if self._network.passes(name, other.host):
                 event = events.ConnectionLost(node.member.address)
                 self._network.after(0.0005, 0.01, partial(self._step, other, event))
 

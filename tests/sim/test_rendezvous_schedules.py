@@ -19,7 +19,7 @@ import pytest
 from simulated_runs import run_seed
 
 from rendezvous.config import Timing
-from rendezvous.faults import Fault, deciding_schedule, fencing_schedule
+from rendezvous.faults import Fault, deciding_schedule, fencing_schedule, with_twin
 from rendezvous.testing import Simulation
 
 NUM_SEEDS = 300
@@ -49,15 +49,20 @@ class Outcome:
 
 
 def run_deciding_seed(seed: int) -> Outcome:
-    """Five to seven members, some of them witnesses, and faults that wait for a decision to hit it."""
+    """Five to seven members, some of them witnesses, and faults that wait for a decision to hit it. In a tenth of the
+    schedules another node has the name of one of them.
+    """
     rng = random.Random(f"deciding {seed}")
     names = [f"n{index}" for index in range(rng.choice((5, 5, 5, 6, 7)))]
     witnesses = [names.pop()] if rng.random() < 0.3 else []
     num_nodes_max = rng.randint(2, len(names))
+    schedule = deciding_schedule(rng, names + witnesses, 1.6, rng.randint(1, 4))
+    if seed % 10 == 5:
+        schedule = with_twin(random.Random(f"twin {seed}"), schedule, names + witnesses, 1.6)
     simulation = Simulation(
         seed,
         names,
-        deciding_schedule(rng, names + witnesses, 1.6, rng.randint(1, 4)),
+        schedule,
         num_nodes_min=rng.randint(1, num_nodes_max),
         num_nodes_max=num_nodes_max,
         witnesses=witnesses,
@@ -92,7 +97,7 @@ def test_partitions_and_crashes_while_views_are_decided_keep_every_invariant() -
     kinds = {"first", "grown", "shrunk", "a spare stepped in", "another round, same places"}
     assert {f"view: {kind}" for kind in kinds} <= set(coverage)
     changes = {"joined", "suspect", "alive", "dead", "dead with proof", "left with proof"}
-    assert {"evicted", "misspoke", *(f"member {change}" for change in changes)} <= set(coverage)
+    assert {"evicted", "misspoke", "twin", *(f"member {change}" for change in changes)} <= set(coverage)
 
 
 @pytest.mark.parametrize(

@@ -93,3 +93,21 @@ def test_two_of_three_leaving_at_once_still_vote_for_the_view_without_them() -> 
     view = simulation.nodes["c"].core.view
     assert view is not None
     assert [m.name for m in view.members] == ["c"]
+
+
+def test_of_two_live_nodes_with_one_name_the_second_waits_until_the_first_is_gone() -> None:
+    schedule = [Fault(2.0, "twin", "b"), Fault(4.0, "crash", "b")]
+    simulation = scripted(schedule, "abc", 3.9, num_nodes_min=1, num_nodes_max=3)
+    second = simulation.nodes["b'"]
+    assert list(simulation.decided) == [1] and not second.views
+    assert any("b#4 waits: " in line and "its name is taken by a live member" in line for line in simulation.trace)
+    simulation.run_until(6.0)
+    assert {m.key for m in second.views[-1].members} == {simulation.nodes[host].member.key for host in ("a", "b'", "c")}
+    simulation.check_converged()
+
+
+def test_node_that_comes_back_when_another_one_has_its_name_is_out() -> None:
+    schedule = [Fault(2.0, "cut", "b"), Fault(2.1, "twin", "b"), Fault(6.0, "heal")]
+    simulation = scripted(schedule, "abc", 8.0, num_nodes_min=1, num_nodes_max=3)
+    assert simulation.nodes["b"].evicted and not simulation.nodes["b'"].evicted
+    simulation.check_converged()
