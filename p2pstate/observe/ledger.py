@@ -9,6 +9,7 @@ was given to it when the run began, or since the view that gave it to it. Up to 
 in vain, as long as a usual step, and ``recovery.detect`` (``startup`` where no step of the rank was committed since the
 run began); from then to the next process ``recovery.replace``, and ``waiting`` where an agent said that there is no
 node.
+A process whose successor has started on another node counts no more, whatever it still tells.
 Between the end of a run (a verdict, or another run's first view) and the next start no time passes.
 Known limit: clocks of different nodes are taken to agree.
 """
@@ -33,6 +34,7 @@ class _Rank:
     open: bool = False  # the time from there on counts
     alive: bool = False  # there is a process,
     heard: bool = False  # which has told what it measured
+    process: tuple[object, object] = (None, None)  # its node and pid
     stepped: bool = False  # since the run began
     newest_step: int = 0
     usual_s: float = 0.0  # of a step
@@ -123,10 +125,11 @@ class Ledger:
             given = self._agents.get(event["node"], self._given) if self._begins else self._given
             rank.add("startup", t - max(given, rank.until))
         rank.until, rank.open, rank.alive, rank.heard = t, True, True, False
+        rank.process = event["node"], event["pid"]
 
     def _on_worker_exited(self, event: Event, t: float) -> None:
         rank = self._ranks.get(int(event["rank"]))
-        if rank is not None and rank.open and rank.alive:
+        if rank is not None and rank.open and rank.alive and rank.process == (event["node"], event["pid"]):
             self._ended(rank, t)
 
     def _on_finished(self, event: Event, t: float) -> None:
@@ -137,6 +140,8 @@ class Ledger:
     def _measured(self, event: Event) -> None:
         """What a process has measured since its last such event, or since it got its rank."""
         rank = self._ranks.setdefault(int(event["rank"]), _Rank())
+        if rank.alive and rank.process[0] not in (None, event["node"]):
+            return
         until = float(event["clock"]["until"])
         seconds = {str(name): float(value) for name, value in event["clock"]["seconds"].items()}
         if rank.open and not rank.heard:

@@ -67,6 +67,18 @@ def test_ledger_takes_the_abort_for_the_end_of_a_process_whose_node_is_gone() ->
     assert seconds_of(events) == expected
 
 
+def test_ledger_counts_no_process_that_ends_or_tells_something_after_its_successor_has_started() -> None:
+    """It was asked to go, or its node was cut off: for a while there are two."""
+    elsewhere = {"node": "n1"}
+    events = [
+        *(started(0), step(2, 1, useful=2), event(3, "abort", round=1), started(4, pid=2) | elsewhere),
+        *(step(5, 2, useful=3), event(5.5, "worker_exited", rank=0, pid=1)),
+        step(8, 2, **{"recovery.start": 2, "useful": 2}) | elsewhere,
+    ]
+    expected = {"useful": 4, "repeated": 1, "recovery.replace": 1, "recovery.start": 2}
+    assert seconds_of(events) == expected
+
+
 def test_ledger_takes_the_wait_for_a_node_out_of_the_gap() -> None:
     events = [
         *(event(0, "view", nonce="a"), started(0), step(1, 1, useful=1)),
