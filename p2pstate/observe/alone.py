@@ -3,9 +3,9 @@
 In: a few ``with`` blocks in a script (under torchrun, Slurm, or by itself), a directory. Out: ``events-rankN.jsonl`` in
 it, which ``p2pstate report`` reads like the ones of p2prun, and :meth:`RunMeter.goodput`.
 
-Invariants: every second is in one category; a process that dies is gone on from in the same file, so that the time
-until its successor's first step is recovery, and steps done for the second time are repeated ones. A full, slow or
-unwritable disk costs the record, never the run.
+Invariants: every second is in one category, from the start of the process that makes its first meter; a process that
+dies is gone on from in the same file, so that the time until its successor's first step is recovery, and steps done for
+the second time are repeated ones. A full, slow or unwritable disk costs the record, never the run.
 Known limits: one directory belongs to one run, however often it is restarted: the time between two attempts counts. A
 step that was under way when a process died counts as recovery.
 """
@@ -13,10 +13,14 @@ step that was under way when a process died counts as recovery.
 from __future__ import annotations
 
 import os
+import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
+
+import psutil
 
 from p2pstate.agent.events import EventLog
 from p2pstate.agent.output import Writer
@@ -28,6 +32,8 @@ __all__ = ["RunMeter"]
 T = TypeVar("T")
 
 BEGINNINGS = ("startup", "recovery.start")  # of a run, of a process after another one's death
+
+_counts_process = True  # the next meter begins where the process did
 
 
 class RunMeter:
@@ -54,8 +60,9 @@ class RunMeter:
         self._events = EventLog(f"rank{rank}", os.fspath(directory), self._writer, quiet=True)
         self._meter = Meter()
         earlier = self._events.ledger.is_open(rank)
-        self._events.emit("worker_started", rank=rank, pid=os.getpid())
-        self._meter.restart(BEGINNINGS[earlier])
+        age_s = _take_age_s()
+        self._events.emit("worker_started", t=time.time() - age_s, rank=rank, pid=os.getpid())
+        self._meter.restart(BEGINNINGS[earlier], age_s=age_s)
         self._usual_s = 0.0
         if earlier:
             self._meter.recovered()
@@ -137,3 +144,10 @@ class RunMeter:
 
     def _tell(self, *, all_of_it: bool = False) -> None:
         self._events.emit("clock", rank=self._rank, clock=self._meter.report(all_of_it=all_of_it))
+
+
+def _take_age_s() -> float:
+    """How long this process has lived, if nothing has counted that yet; where somebody types, it is no run's time."""
+    global _counts_process
+    counts, _counts_process = _counts_process and not hasattr(sys, "ps1"), False
+    return max(0.0, time.time() - psutil.Process().create_time()) if counts else 0.0

@@ -34,10 +34,11 @@ class Meter:
         self._clock = clock
         self.restart("startup")
 
-    def restart(self, category: str, earlier: Mapping[str, float] | None = None) -> None:
-        """Begin anew, in ``category``. ``earlier``: seconds of this rank's earlier processes, for :meth:`totals`."""
+    def restart(self, category: str, earlier: Mapping[str, float] | None = None, *, age_s: float = 0.0) -> None:
+        """Begin anew, in ``category``, ``age_s`` ago. ``earlier``: seconds of this rank's earlier processes, for
+        :meth:`totals`."""
         self._category = category
-        self._since = self._clock()
+        self._since = self._clock() - age_s
         self._held = False
         self._first_step = False
         self._seconds: defaultdict[str, float] = defaultdict(float)

@@ -5,9 +5,10 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from p2pstate.observe import RunMeter
+from p2pstate.observe import RunMeter, alone
 from p2pstate.observe.reading import read_run
 
 
@@ -72,6 +73,20 @@ def test_alone_counts_a_step_that_raises_as_in_vain(tmp_path: Path) -> None:
     assert "useful" not in meter.goodput().seconds
     assert meter.goodput().seconds["repeated"] > 0
     meter.close()
+
+
+def test_alone_counts_a_process_from_its_start_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lived_s = time.time() - psutil.Process().create_time()
+    for name, lives_s in (("first", lived_s), ("second", 0.0)):
+        monkeypatch.setattr(alone, "_counts_process", name == "first")
+        before = time.monotonic()
+        with RunMeter(tmp_path / name, rank=0) as meter:
+            with meter.step(1):
+                pass
+            found = meter.goodput()
+            took_s = time.monotonic() - before
+        assert lives_s <= found.seconds["startup"] <= lives_s + took_s + 0.1
+        assert found.wall_s == pytest.approx(found.seconds["startup"], abs=took_s)
 
 
 def test_alone_takes_its_rank_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
