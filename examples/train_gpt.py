@@ -120,6 +120,7 @@ def main() -> None:
         time.sleep(args.pace)
 
     save_final_state(args.out, rank, model, optimizer, scheduler, loader)
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

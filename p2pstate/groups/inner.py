@@ -5,12 +5,15 @@ In: a store of the round, the members' numeric addresses. Out: an :class:`Inner`
 
 Invariants: an Inner that was returned has carried one small all-reduce among all its members (connecting "succeeds"
 even against a stopped process); after :meth:`Inner.cut` no operation of it blocks; groups are destroyed on a thread of
-their own, never on one of gloo's.
+their own, never on one of gloo's, for which an ending interpreter waits.
+Known limit: one that takes longer than ``EXIT_WAIT_S`` to destroy then ends the process with SIGABRT.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -27,8 +30,10 @@ __all__ = ["Inner", "build_inner", "bury", "card_inner"]
 
 CONNECT_TIMEOUT_S = 6.0  # gloo multiplies it by five while it connects
 MAX_ABORT_S = 600.0  # of NCCL, where half a second is usual
+EXIT_WAIT_S = 10.0
 
 _unburied: list[list[Any]] = []
+_reapers: set[threading.Thread] = set()
 
 
 def _gloo(store: Store, rank: int, size: int, host: str) -> Any:
@@ -146,6 +151,18 @@ def bury(things: list[Any], after: Sequence[threading.Event] = ()) -> threading.
             gone.set()
         else:
             _unburied.append(things)  # destroying what is still in use ends the process
+        _reapers.discard(threading.current_thread())
 
-    threading.Thread(target=dig, name="p2pstate-reaper", daemon=True).start()
+    reaper = threading.Thread(target=dig, name="p2pstate-reaper", daemon=True)
+    _reapers.add(reaper)
+    reaper.start()
     return gone
+
+
+@atexit.register
+def _wait_for_reapers() -> None:
+    """The interpreter's end would unwind the stack of one that is in a destructor, which C++ answers with SIGABRT: a
+    script that ends with ``destroy_process_group()``."""
+    deadline = time.monotonic() + EXIT_WAIT_S
+    for reaper in list(_reapers):
+        reaper.join(max(0.0, deadline - time.monotonic()))

@@ -191,6 +191,19 @@ def test_connections_whose_abort_never_ends_are_kept_for_ever(monkeypatch: pytes
     assert kept == [[thing]]
 
 
+def test_interpreter_waits_at_its_end_for_connections_that_are_being_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = threading.Event()
+    thing = object()
+    gone = inner_module.bury([thing], [held])
+    monkeypatch.setattr(inner_module, "EXIT_WAIT_S", 0.05)
+    inner_module._wait_for_reapers()
+    assert not gone.is_set()
+    monkeypatch.setattr(inner_module, "EXIT_WAIT_S", DEADLINE_S)
+    threading.Timer(0.05, held.set).start()
+    inner_module._wait_for_reapers()
+    assert gone.is_set()
+
+
 def test_card_that_cannot_be_connected_is_aborted_and_leaves_the_group_without_one() -> None:
     FakeNccl.fails = "connect"
     inner = card_inner(HashStore(), 0, 2, 1)
