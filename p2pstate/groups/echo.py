@@ -58,7 +58,7 @@ def gather_lists(rank: int, args: Sequence[Any]) -> Any:
 
 
 def gather_flat(rank: int, args: Sequence[Any]) -> Any:
-    """_allgather_base, all_gather_single: one output tensor, a whole number of inputs long."""
+    """_allgather_base, all_gather_single, gather_single: one output tensor, a whole number of inputs (or none) long."""
     out, own = args[0], args[1]
     if own.numel():
         flat, source = out.view(-1), own.reshape(-1)

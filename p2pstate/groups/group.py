@@ -56,7 +56,7 @@ STUBBORN = frozenset(
 class P2PGroup(ProcessGroup):
     """One group of ``members`` (global ranks), identified in every round by ``key``."""
 
-    supports_splitting = False  # as torch asks backends before it splits a group
+    supports_splitting = supports_reconfigure = supports_window = False  # as torch asks before it uses any of these
 
     def __init__(self, key: str, members: tuple[int, ...], rank: int, timeout: timedelta, status: Status) -> None:
         super().__init__(rank, len(members))  # type: ignore[call-arg]
@@ -144,10 +144,10 @@ class P2PGroup(ProcessGroup):
             value = values[0] if values else None
             try:
                 work = getattr(inner.group, name)(*args, **kwargs)
-            except (TypeError, ValueError, NotImplementedError):
-                row.leave(entered)
-                raise  # the caller's mistake: the same on every rank, and not a failure of a peer
             except Exception as error:
+                if _is_callers_mistake(error):
+                    row.leave(entered)
+                    raise
                 self._status.fail(error, inner.epoch)
             else:
                 if work is None:  # NCCL has queued it on the caller's own stream: there is nothing to wait for
@@ -203,6 +203,11 @@ class P2PGroup(ProcessGroup):
 
     def gather(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("gather", echo.gather, args, kwargs)
+
+    def gather_single(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run("gather_single", echo.gather_flat, args, kwargs)
+
+    gather_into_tensor = gather_single  # torch 2.14 has both names
 
     def _allgather_base(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("_allgather_base", echo.gather_flat, args, kwargs)
@@ -311,6 +316,8 @@ class P2PGroup(ProcessGroup):
     def _get_backend(self, device: torch.device) -> Any:
         return self
 
+    get_backend = _get_backend  # since torch 2.14
+
     def _set_group_name(self, name: str) -> None:
         self._group_name = name
 
@@ -329,6 +336,11 @@ class P2PGroup(ProcessGroup):
         self.timeout = timeout
         if self.inner is not None:
             self.inner.set_timeout(timeout)
+
+    def _add_ephemeral_timeout(self, timeout: timedelta) -> None:
+        """Of torch 2.14: for what the round's connections are asked until one of it has ended."""
+        if self.inner is not None:
+            self.inner.group._add_ephemeral_timeout(timeout)
 
     def _set_sequence_number_for_group(self) -> None:
         self._sequence = 0
@@ -353,6 +365,11 @@ def _handle_of(name: str, card: torch.device | None) -> type[GuardedWork]:
     if card is not None:
         return CardBarrier if name == "barrier" else CardWork
     return StubbornWork if name in STUBBORN else GuardedWork
+
+
+def _is_callers_mistake(error: Exception) -> bool:
+    """The same on every rank, and not a failure of a peer."""
+    return isinstance(error, TypeError | ValueError | NotImplementedError) or "does not support" in str(error)
 
 
 def _whole_numbers_on_cpu(tensors: list[torch.Tensor]) -> bool:
