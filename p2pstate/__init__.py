@@ -63,6 +63,7 @@ Layout, from the top down (a file imports only what stands above it):
     state/collecting.py
     state/rebuilding.py
     state/attributes.py
+    state/carried.py
     state/optimizers.py
     state/inner.py
     state/objects.py

@@ -14,6 +14,7 @@ __all__ = [
     "EXIT_STATE_LOST",
     "ConfigError",
     "Corrupted",
+    "GradientsLost",
     "NotFinite",
     "P2PStateError",
     "Retryable",
@@ -46,6 +47,10 @@ class Corrupted(P2PStateError):
 
 class NotFinite(P2PStateError):
     """Gradients are no numbers any more, and the user wants the run to stop then."""
+
+
+class GradientsLost(P2PStateError):
+    """A step after a fault needs gradients from before it, which no version has."""
 
 
 class StepDiscarded(BaseException):

@@ -163,7 +163,6 @@ class Replicator:
             context,
             state,
             models,
-            optimizers,
             data,
             position,
             protection,

@@ -17,14 +17,14 @@ known it finds no gradients, and the vote at the block's end discards what was c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from p2pstate.block import StepBlock
-from p2pstate.errors import NotFinite, P2PStateError, StepDiscarded, StepSkipped
+from p2pstate.errors import GradientsLost, NotFinite, P2PStateError, StepDiscarded, StepSkipped
 from p2pstate.finite import all_finite
 from p2pstate.groups.gate import NO_RANK, Ballot, vote
 from p2pstate.groups.registry import REGISTRY
@@ -32,6 +32,7 @@ from p2pstate.groups.status import STATUS
 from p2pstate.groups.uncompiled import uncompiled
 from p2pstate.interrupting import NOT_IN_BACKWARD
 from p2pstate.protection import Protection
+from p2pstate.state import CarriedGradients
 
 __all__ = ["Stepping"]
 
@@ -44,10 +45,17 @@ class Stepping:
     """Watches the optimizers and loss scalers of one Replicator. ``step_s``: how long a step takes, as seen so far."""
 
     def __init__(
-        self, optimizers: Iterable[Optimizer], protection: Protection, vote_timeout_s: float, on_nan: str
+        self,
+        carried: Mapping[Optimizer, CarriedGradients],
+        protection: Protection,
+        vote_timeout_s: float,
+        on_nan: str,
     ) -> None:
-        """``vote_timeout_s``: how long a rank waits in a step for the others' votes; ``on_nan``: see Replicator."""
-        self.optimizers = list(optimizers)
+        """``carried``: of all optimizers; ``vote_timeout_s``: how long a rank waits in a step for the others' votes;
+        ``on_nan``: see Replicator."""
+        self.optimizers = list(carried)
+        self._carried = carried
+        self._told = False  # that gradients are carried from step to step
         self.scalers: list[Any] = []
         self.step_s = 0.0
         self._protection = protection
@@ -61,12 +69,21 @@ class Stepping:
         self._longest_window: int | None = None  # of such blocks before a step; None before the first one
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
+            carried[optimizer].watch()
 
     def begin(self, block: StepBlock, *, rehearsing: bool) -> None:
         self._block, self._rehearsing = block, rehearsing
+        if not rehearsing:
+            for each in self._carried.values():
+                each.begin()
 
     def end(self) -> None:
         self._block = None
+
+    def forget_gradients(self) -> None:
+        """There are none any more."""
+        for each in self._carried.values():
+            each.end()
 
     def watch_scaler(self, scaler: Any) -> None:
         """A loss scaler that declines to step an optimizer ends a step all the same."""
@@ -78,11 +95,13 @@ class Stepping:
             if block is None:
                 return stock(*args, **kwargs)
             num_gates = block.num_gates
-            block.stepped.add(args[0] if args else kwargs["optimizer"])
+            optimizer = args[0] if args else kwargs["optimizer"]
+            block.stepped.add(optimizer)
             result = stock(*args, **kwargs)
             if self._rehearsing:
                 block.boundary = True
             elif block.num_gates == num_gates:
+                self._look_at_gradients(optimizer)
                 self._gate(block, None)
             return result
 
@@ -103,6 +122,7 @@ class Stepping:
             return None
         self._protection.fence()
         if torch._C._current_graph_task_id() != NOT_IN_BACKWARD:
+            self._look_at_gradients(optimizer)
             self._step_in_backward(block, optimizer)
             return None
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
@@ -130,8 +150,10 @@ class Stepping:
     def _gate(self, block: StepBlock, optimizer: Optimizer | None) -> None:
         """``optimizer``: the one that is about to step; None where a loss scaler has looked, and declines."""
         block.boundary = True
-        if optimizer is not None and self._on_nan != "ignore":
-            block.finite = all_finite(optimizer)
+        if optimizer is not None:
+            self._look_at_gradients(optimizer)
+            if self._on_nan != "ignore":
+                block.finite = all_finite(optimizer)
         if not self._vote(block, ended=self._num_quiet_blocks >= NUM_QUIET_BLOCKS):
             raise StepDiscarded
         if block.voted is not None and block.voted.spoilt_rank != NO_RANK:
@@ -139,6 +161,31 @@ class Stepping:
         block.num_gates += 1
         if block.num_gates == 1:
             block.num_collectives_before = REGISTRY.num_collectives
+
+    def _look_at_gradients(self, optimizer: Optimizer) -> None:
+        """Before it steps on them: are some older than the step, and does the state that was resumed have them?"""
+        carried = self._carried.get(optimizer)
+        if carried is None:
+            return
+        carried.at_step()
+        if not carried.carried:
+            return
+        if carried.lost:
+            raise GradientsLost(
+                f"{carried.name} carries gradients from step to step (it steps, and no zero_grad() of it comes before "
+                "the next backward), and the version that was resumed after a fault was taken before that was known: "
+                "they are lost, and this step is not what it would have been. Call zero_grad() in every step, or start "
+                "again"
+            )
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"{carried.name} steps on gradients that are older than this step (no zero_grad() of it has come since "
+                "the one before): from now on they are part of each version, which is larger by their bytes; if that "
+                "is not meant, call zero_grad() in every step",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _not_finite(self, step: int, first: int, last: int) -> None:
         """``first``, ``last``: of the ranks with such gradients."""

@@ -68,7 +68,6 @@ class Loop:
         context: WorkerContext,
         state: TrainingState,
         models: Iterable[torch.nn.Module],
-        optimizers: Iterable[torch.optim.Optimizer],
         data: Any,
         position: LoopPosition,
         protection: Protection,
@@ -85,7 +84,7 @@ class Loop:
         self._models = list(models)
         self._feed = Feed(data, position)
         self._counting = Counting(context)
-        self._stepping = Stepping(optimizers, protection, vote_timeout_s, on_nan)
+        self._stepping = Stepping(state.carried, protection, vote_timeout_s, on_nan)
         self._interruption = Interruption(self._models)
         self._user_errors = UserErrors(context, self._models)
         self._rounds = Rounds(context, state, protection, recovery_timeout_s, disk)
@@ -376,6 +375,7 @@ class Loop:
 
     def _forget_gradients(self) -> None:
         discard_gradients(self._models, self._stepping.optimizers, self._stepping.scalers)
+        self._stepping.forget_gradients()
 
     def _recover(self) -> None:
         """Forget the discarded step, and go on from the version that everybody resumes; or in a later loop."""

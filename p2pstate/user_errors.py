@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from p2pstate.errors import NotFinite, P2PStateError
+from p2pstate.errors import GradientsLost, NotFinite, P2PStateError
 from p2pstate.groups.status import STATUS
 from p2pstate.worker.context import WorkerContext
 
@@ -44,7 +44,7 @@ class UserErrors:
         another process has to try."""
         context, where = self._context, signature(error)
         discarded_anyway = STATUS.error is not None
-        known = first or isinstance(error, NotFinite) or context.raised == (step, where)
+        known = first or isinstance(error, NotFinite | GradientsLost) or context.raised == (step, where)
         if context.must_join or context.raised is None or (known and not discarded_anyway):
             context.failing = True
             return False

@@ -4,6 +4,7 @@
 the plain values. The vocabulary is ``Leaf`` (one named tensor) and its holders (the ranks that have the same bytes).
 """
 
+from p2pstate.state.carried import CarriedGradients
 from p2pstate.state.decoding import decode
 from p2pstate.state.errors import LeafError
 from p2pstate.state.inner import with_inner
@@ -14,6 +15,7 @@ from p2pstate.state.rng import is_generator
 from p2pstate.state.training_state import Collected, TrainingState
 
 __all__ = [
+    "CarriedGradients",
     "Collected",
     "Layout",
     "Leaf",

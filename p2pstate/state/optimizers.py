@@ -6,9 +6,10 @@ Invariants: ``optimizer.state`` and ``optimizer.param_groups`` are read and writ
 take a real step and ``load_state_dict`` casts state to the parameter's dtype. "No state yet" (no entry) stays distinct
 from an empty entry. Groups have to hold the same parameters in the same order as when captured; groups at the end that
 were added since then go, and those that are missing here are added. Of a ZeroRedundancyOptimizer each rank has the
-state that the optimizer inside it keeps, and nobody else has that. Gradients are state only while they accumulate from
-one step to the next, that is, while the optimizer is not stepped in every step; of others it is known which parameters
-have one, and those get zeros (an optimizer steps a parameter on zeros, and leaves one without a gradient alone).
+state that the optimizer inside it keeps, and nobody else has that. Gradients are state while they accumulate from one
+step to the next: where the optimizer was not stepped in the newest step, or carries them (see carried.py). Of others it
+is known which parameters have one, and those get zeros (an optimizer steps a parameter on zeros, and leaves one without
+a gradient alone).
 Known limits: a ZeroRedundancyOptimizer with ``overlap_with_ddp`` is refused; state that is a tensor subclass needs one
 live tensor of that class.
 """
@@ -26,6 +27,7 @@ import torch
 from torch.optim import Optimizer
 
 from p2pstate.state.attributes import OptimizerAttributes
+from p2pstate.state.carried import CarriedGradients
 from p2pstate.state.collecting import Collector, FlatDicts, is_simple
 from p2pstate.state.encoding import squeeze
 from p2pstate.state.errors import LeafError
@@ -51,6 +53,7 @@ class PlannedOptimizer:
     groups: list[tuple[dict[str, Any], dict[str, Any]]]
     gradients: dict[Any, torch.Tensor]
     zeroed: set[torch.Tensor]  # have a gradient, that is put to zero before it is used
+    lost: bool  # or has to be, for what it was is not known
     attributes: dict[str, Any]
     captured_attributes: Mapping[str, Any]
 
@@ -107,13 +110,14 @@ def is_divided(optimizer: Optimizer) -> bool:
 class OptimizerState:
     """``named`` is always (name, holders) of the live parameters by id, ``prefix`` "optimizer" or "optimizer0".
 
-    ``accumulating``: it did not take part in the newest step, so its gradients are part of the state.
+    ``accumulating``: its gradients are part of the state.
     """
 
     def __init__(self, optimizer: Optimizer, prefix: str) -> None:
         self.optimizer = optimizer
         self.prefix = prefix
         self.accumulating = False
+        self.carried = CarriedGradients(optimizer, prefix)
         self._num_groups = len(optimizer.param_groups)  # as it was built: more may come and go
         self._divided = is_divided(optimizer)
         if self._divided and getattr(optimizer, "_overlap_with_ddp", False):
@@ -152,6 +156,7 @@ class OptimizerState:
             "attributes": self.attributes.collect(collector),
             "gradients": dict(self._gradients(collector, named)) if self.accumulating else {},
             "zeroed": [] if self.accumulating else self._with_gradient(found.names),
+            "lost": self.carried.lost or not (self.accumulating or self.carried.are_zeros()),
         }
 
     @property
@@ -293,7 +298,7 @@ class OptimizerState:
         names = everyone if saved["zeroed"] is True else saved["zeroed"]
         zeroed = {self._owner(parameters, name) for name in names}
         attributes = self.attributes.plan(saved["attributes"], rebuilder)
-        return PlannedOptimizer(content, groups, gradients, zeroed, attributes, saved["attributes"])
+        return PlannedOptimizer(content, groups, gradients, zeroed, saved["lost"], attributes, saved["attributes"])
 
     def apply(self, planned: PlannedOptimizer) -> None:
         """Make the live optimizer hold exactly what was planned; groups at the end come and go."""
@@ -320,6 +325,7 @@ class OptimizerState:
             elif parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         self.accumulating = bool(planned.gradients)
+        self.carried.restored(zeros=not self.accumulating, lost=planned.lost)
 
     def _settings(self, group: Mapping[str, Any]) -> list[str]:
         """What this kind of optimizer needs in a group. A newer torch may have more of them than the captured state."""

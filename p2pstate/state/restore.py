@@ -30,7 +30,7 @@ from p2pstate.state.reducers import awaited_backward
 
 __all__ = ["FORMAT", "Live", "names_in", "restore"]
 
-FORMAT = 7
+FORMAT = 8
 _MAX_NAMES_SHOWN = 8
 
 
@@ -158,6 +158,7 @@ def _is_optimizer(tree: Any) -> bool:
         and all(type(key) is str for key in (*tree["state"], *tree["others"], *tree["gradients"]))
         and all(isinstance(row, list) and len(row) == 2 for row in tree["attributes"].values())
         and (tree.get("zeroed") is True or isinstance(tree.get("zeroed"), list))
+        and isinstance(tree.get("lost"), bool)
         and all(isinstance(g, dict) and isinstance(g.get("params"), list) for g in tree["groups"])
         and all(isinstance(g.get("values"), dict) for g in tree["groups"])
     )

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from p2pstate.state import rng as random_streams
 from p2pstate.state.buffers import BufferShapes
+from p2pstate.state.carried import CarriedGradients
 from p2pstate.state.collecting import Collector
 from p2pstate.state.comm_hooks import hook_memories
 from p2pstate.state.decoding import decode
@@ -198,9 +199,18 @@ class TrainingState:
         return bool(name)
 
     def stepped(self, optimizers: Collection[Optimizer]) -> None:
-        """These took part in the newest step. The gradients of the others are accumulating, so they are captured."""
+        """These took part in the newest step. Gradients of the others are accumulating and those of some of these are
+        carried on, so they are captured."""
         for each in self._live.optimizers:
-            each.accumulating = each.optimizer not in optimizers
+            took_part = each.optimizer in optimizers
+            each.accumulating = each.carried.carried if took_part else True
+            if took_part:
+                each.carried.end()
+
+    @property
+    def carried(self) -> dict[Optimizer, CarriedGradients]:
+        """By optimizer, what its gradients do from step to step."""
+        return {each.optimizer: each.carried for each in self._live.optimizers}
 
     def expected_growth(self) -> Iterator[tuple[int, Holders, torch.device]]:
         """(bytes, holders, device) of optimizer state that is yet to be made, as far as it can be foreseen."""

@@ -50,6 +50,7 @@ FORMS = [
         for name in ("gan", "zero_redundancy", "in_backward", "scaler_skips")
     ),
     Form("accumulating", ("5:end", "9:between"), script="several_steps.py"),
+    Form("carried", ("5:between", "8:end"), script="several_steps.py"),
     Form("every_third", ("6:collective", "7:between", "9:end"), script="several_steps.py"),
 ]
 
@@ -75,6 +76,7 @@ SLOW_FORMS = [
         for step, point in ((6, "between"), (7, "collective"), (8, "end"))
     ),
     Form("accumulating", ("4:between", "8:end"), ("--sharded",), script="several_steps.py"),
+    Form("carried", ("4:between", "8:end"), ("--sharded",), script="several_steps.py"),
     # its second model is new, then changes its layout, when a newcomer has settled it in rehearsals
     Form("every_third", ("3:between", "5:between"), restarts=True, script="several_steps.py"),
 ]

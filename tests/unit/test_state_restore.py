@@ -443,7 +443,7 @@ def test_restore_of_malformed_values_is_refused_before_any_write(values: bytes) 
 
 def test_values_are_plain_messagepack() -> None:
     values = msgpack.unpackb(image_of(simple(nn.Linear(1, 1))).values, strict_map_key=False)
-    assert values["format"] == 7
+    assert values["format"] == 8
     assert values["optimizers"]["optimizer"]["groups"][0]["params"] == ["model/weight", "model/bias"]
     assert values["optimizers"]["optimizer"]["groups"][0]["values"]["momentum"] == 0.9
 

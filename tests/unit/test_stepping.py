@@ -28,7 +28,7 @@ def count(stepping: Stepping, boundaries: Iterable[bool]) -> int:
 @pytest.mark.parametrize("window", [1, 4])
 def test_stepping_that_ends_is_said_once_and_accumulation_is_no_end(window: int) -> None:
     nobody: Any = None
-    stepping = Stepping([], nobody, 1.0, "ignore")
+    stepping = Stepping({}, nobody, 1.0, "ignore")
     accumulating = [*[False] * (window - 1), True]
     assert count(stepping, accumulating * 3) == 0
     assert count(stepping, [False] * (NUM_OPEN_WINDOWS * window - 1)) == 0
@@ -39,4 +39,4 @@ def test_stepping_that_ends_is_said_once_and_accumulation_is_no_end(window: int)
 
 def test_stepping_that_never_begins_is_said_once() -> None:
     nobody: Any = None
-    assert count(Stepping([], nobody, 1.0, "ignore"), [False] * (NUM_OPEN_BLOCKS + 5)) == 1
+    assert count(Stepping({}, nobody, 1.0, "ignore"), [False] * (NUM_OPEN_BLOCKS + 5)) == 1

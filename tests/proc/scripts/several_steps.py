@@ -138,6 +138,29 @@ def accumulating(options: argparse.Namespace) -> None:
     run.save([often, seldom], gradient=run.model.last.weight.grad)
 
 
+def carried(options: argparse.Namespace) -> None:
+    """No gradient is ever reset: each step adds to half of those from the step before."""
+    run = Run(options, sharded=options.sharded)
+    optimizer = torch.optim.SGD(run.net.parameters(), lr=0.05, momentum=0.9)
+    state = p2pstate.Replicator(run.net, optimizer, data=run.loader)
+
+    def train_step(batch: Batch) -> Tensor:
+        run.begin(state, batch, batch.number)
+        for parameter in run.net.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(0.5)
+        loss = run.loss(batch)
+        loss.backward()
+        run.points.reach("between")
+        optimizer.step()
+        run.points.reach("end")
+        return loss.detach()
+
+    for step, loss in state.run(train_step, steps=NUM_STEPS):
+        run.record.committed(step, loss.item())
+    run.save([optimizer], gradient=run.model.last.weight.grad)
+
+
 def ppo(options: argparse.Namespace) -> None:
     """Several epochs over one batch in one block: clipping and stepping each time."""
     run = Run(options, sharded=True)
@@ -297,7 +320,7 @@ def scaler_skips(options: argparse.Namespace) -> None:
 
 FORMS: dict[str, Callable[[argparse.Namespace], None]] = {
     form.__name__: form
-    for form in (gan, every_third, accumulating, ppo, line_search, zero_redundancy, in_backward, scaler_skips)
+    for form in (gan, every_third, accumulating, carried, ppo, line_search, zero_redundancy, in_backward, scaler_skips)
 }
 
 
