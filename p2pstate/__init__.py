@@ -145,6 +145,7 @@ Layout, from the top down (a file imports only what stands above it):
     departure.py            one that is asked to go
     counting.py             steps, where several loops follow each other
     steps.py                the loop
+    data/shuffle_buffer.py  samples that a data set's state leaves out
     replicator.py           the public object
     restart.py              a function that is run again, without replication
     worker/entering.py      an assignment -> torch prepared
@@ -190,7 +191,7 @@ Layout, from the top down (a file imports only what stands above it):
     agent/attached.py       the workers of a torchrun node
     agent/preloaded.py      what they are forked from
     agent/companion.py      the vault of a torchrun node
-    data/permutation.py     data/: p2pstate.data, which uses nothing of what stands above
+    data/permutation.py     data/: p2pstate.data, which uses nothing else of p2pstate
     data/order.py
     data/split.py
     data/sampler.py

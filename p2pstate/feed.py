@@ -5,6 +5,8 @@ the restored position.
 
 Invariants: whether the data was being iterated is part of the captured state; continuing draws no random number that
 the undisturbed run does not draw.
+Known limit: what an ``__iter__`` that is a generator draws itself, before its first batch, cannot be told from what it
+draws for that batch, and is drawn once more after a restore; seeds that torch's loaders draw in it are not.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch.utils.data.dataloader
 
 from p2pstate.state import rng as random_streams
 from p2pstate.types import LoopEnds
@@ -53,6 +57,7 @@ class Feed:
         self._position = position
         self._iterator: Iterator[Any] | None = None
         self._start: tuple[int, Any] | None = None  # of a rehearsal: batches taken until then, the data's position
+        self._begun_again: _BegunAgain | None = None  # until the first batch after a restore
 
     def check(self, train_step: Callable[..., Any]) -> None:
         """Raises ValueError if it cannot be called with what `next` returns."""
@@ -89,7 +94,9 @@ class Feed:
         if self._iterator is None:
             self._iterator = iter(self._data)
             self._position.iterating = True
-        return (next(self._iterator),)
+        begun_again, self._begun_again = self._begun_again, None  # where __iter__ is a generator, it begins only now
+        with begun_again or contextlib.nullcontext():
+            return (next(self._iterator),)
 
     def end_pass(self) -> None:
         """The loop is over, because the data of some rank ended: so does the pass of this one, whose last few batches
@@ -136,12 +143,37 @@ class Feed:
 
     def drop(self) -> None:
         """The state is about to be replaced: nothing of the current pass is used any more."""
-        self._iterator = None
+        self._iterator = self._begun_again = None
 
     def resume(self) -> None:
         """After a restore: iterate again, at the restored position. Some loaders draw a seed when they are asked to
         iterate; the undisturbed run has drawn it before, so the random streams are put back."""
         self._iterator = None
         if self._data is not None and self._position.iterating:
-            with random_streams.kept():
+            self._begun_again = _BegunAgain()
+            with random_streams.kept(), self._begun_again:
                 self._iterator = iter(self._data)
+
+
+class _BegunAgain:
+    """In the block, the first iterator of each of torch's loaders draws its seed and puts the streams back: the
+    undisturbed run has drawn one at that place before. A second one begins the loader's next pass."""
+
+    def __init__(self) -> None:
+        self._loaders: list[Any] = []
+
+    def __enter__(self) -> None:
+        kind: Any = torch.utils.data.dataloader._BaseDataLoaderIter
+        begin = self._begin = kind.__init__
+
+        def begin_again(iterator: Any, loader: Any) -> None:
+            is_first = all(each is not loader for each in self._loaders)
+            self._loaders.append(loader)
+            with random_streams.kept() if is_first else contextlib.nullcontext():
+                begin(iterator, loader)
+
+        kind.__init__ = begin_again
+
+    def __exit__(self, *error: object) -> None:
+        kind: Any = torch.utils.data.dataloader._BaseDataLoaderIter
+        kind.__init__ = self._begin

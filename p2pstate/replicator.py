@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,6 +21,7 @@ from torch._C._distributed_c10d import PrefixStore
 from p2pstate.block import StepBlock
 from p2pstate.cards.card import CudaCard
 from p2pstate.counting import check_successor
+from p2pstate.data.shuffle_buffer import loses_samples
 from p2pstate.description import Description, describe, leaf_groups
 from p2pstate.durable.remote import is_url, local_path
 from p2pstate.errors import ConfigError
@@ -366,11 +368,23 @@ def _sorted(
         _check_stateful(data, "data=")
         if not hasattr(data, "__iter__"):
             raise ValueError(f"data= takes an iterable of batches, not {type(data).__name__}")
+        _warn_of_lost_samples(data)
         objects["data"] = data
     if not models or not optimizers:
         missing = "model (a torch.nn.Module)" if not models else "optimizer (a torch.optim.Optimizer)"
         raise ValueError(f"Replicator needs at least one {missing} among its arguments")
     return models, optimizers, objects
+
+
+def _warn_of_lost_samples(data: Any) -> None:
+    read_by_torchdata = data.dataset if type(data).__module__.partition(".")[0] == "torchdata" else None
+    if loses_samples(data) or loses_samples(read_by_torchdata):
+        warnings.warn(
+            "data= goes through a shuffle buffer whose samples are no part of its state: after a fault those that are "
+            "in it are lost. p2pstate.data.Loader, or the same data set without shuffle(), goes on exactly",
+            RuntimeWarning,
+            stacklevel=4,
+        )
 
 
 def _check_stateful(component: Any, what: str) -> None:

@@ -356,7 +356,8 @@ class IterableEngine:
         if num_samples and seconds > TELL_REPLAY_ABOVE_S:
             logger.warning(
                 "an iterable data set was read again from its beginning to find the position: %d samples in %.1f s. "
-                "With state_dict() and load_state_dict() of its own, or of its iterator, it begins there at once",
+                "With state_dict() and load_state_dict() of its own, or of its iterator, and no shuffle buffer, it "
+                "begins there at once",
                 num_samples,
                 seconds,
             )

@@ -23,6 +23,7 @@ import numpy as np
 import torch.utils.data
 from numpy.typing import NDArray
 
+from p2pstate.data.shuffle_buffer import loses_samples
 from p2pstate.data.streams import seed_streams
 
 __all__ = ["Begin", "End", "Fetcher", "More", "Read", "SampleError", "Spec", "make_fetcher"]
@@ -128,10 +129,12 @@ class Fetcher:
 
 
 class IterableFetcher:
-    """Of an iterable data set. The state behind a batch is that of the data set, or of its iterator, if one has it."""
+    """Of an iterable data set. The state behind a batch is that of the data set, or of its iterator, if one has it, and
+    if it is enough to go on from."""
 
     def __init__(self, spec: Spec) -> None:
         self._spec = spec
+        self._loses_samples = loses_samples(spec.dataset)
         self._draws = getattr(spec.dataset, "draws_random", True)
         self._iterator: Iterator[Any] | None = None
         self._epoch = self._num_samples = 0
@@ -158,7 +161,8 @@ class IterableFetcher:
     @property
     def _of_dataset(self) -> bool:
         """Whether the state is that of the data set itself."""
-        return hasattr(self._spec.dataset, "load_state_dict") and hasattr(self._spec.dataset, "state_dict")
+        dataset = self._spec.dataset
+        return not self._loses_samples and hasattr(dataset, "load_state_dict") and hasattr(dataset, "state_dict")
 
     def _begin(self, task: Begin) -> int:
         is_fresh, is_amid = self._iterator is None, self._iterator is not None and not self._ended
@@ -220,7 +224,7 @@ class IterableFetcher:
 
     def _state(self) -> Any:
         candidates: tuple[Any, Any] = (self._spec.dataset, self._iterator)
-        for thing in candidates:
+        for thing in () if self._loses_samples else candidates:
             if hasattr(thing, "load_state_dict") and hasattr(thing, "state_dict"):
                 return copy.deepcopy(thing.state_dict())  # which may be the live one
         return None

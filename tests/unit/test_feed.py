@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 from p2pstate.feed import MAX_REST, Feed, LoopPosition
 from p2pstate.types import LoopEnds
@@ -117,3 +119,43 @@ def test_rehearsal_goes_on_with_the_same_batches_when_the_data_ends() -> None:
     with pytest.raises(StopIteration):
         empty.next()
     assert not empty.rewind(), "without a batch there is nothing to go on with"
+
+
+class Wrapped:
+    """A loader of torch in a generator, epoch after epoch; ``lazy=False``: asked to iterate at once."""
+
+    def __init__(self, lazy: bool) -> None:
+        self.loader, self._lazy, self.taken = DataLoader(range(4), batch_size=2), lazy, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._epochs(None if self._lazy else iter(self.loader))
+
+    def _epochs(self, begun: Any) -> Iterator[Any]:
+        while True:
+            left_out, self.taken = self.taken, 0
+            for batch in begun or self.loader:
+                self.taken += 1
+                if self.taken > left_out:
+                    yield batch
+            begun, self.taken = None, 0
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_data_gone_on_with_in_any_batch_moves_no_stream_that_the_undisturbed_run_does_not_move(lazy: bool) -> None:
+    def drawn(restart_at: int) -> list[Any]:
+        torch.manual_seed(7)
+        data, position, found = Wrapped(lazy), LoopPosition(), []
+        feed = Feed(data, position)
+        for number in range(7):
+            if number == restart_at:
+                state, streams, at = position.state_dict(), torch.get_rng_state(), data.taken
+                torch.rand(9)  # what a newcomer, or the discarded step, has drawn
+                feed.drop()
+                position.load_state_dict(state)
+                torch.set_rng_state(streams)
+                data.taken = at
+                feed.resume()
+            found += [taken(feed).tolist(), torch.rand(()).item()]
+        return found
+
+    assert [drawn(number) for number in range(1, 7)] == [drawn(-1)] * 6

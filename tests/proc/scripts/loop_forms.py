@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.utils.data
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -45,18 +46,20 @@ class Batch:
 
 
 class Numbers:
-    """Batches of this rank, numbered from 1; the position means delivered."""
+    """Batches of this rank, numbered from 1; the position means delivered. They come through a loader of torch, which
+    draws a seed in the middle of the process's stream when the rank goes on in them."""
 
     def __init__(self, rank: int, num_batches: int | None = None) -> None:
         self._rank, self._num_batches = rank, num_batches
         self._delivered = 0
 
     def __iter__(self) -> Iterator[Batch]:
-        while self._num_batches is None or self._delivered < self._num_batches:
-            self._delivered += 1
-            source = torch.Generator().manual_seed(1000 * self._rank + self._delivered)
+        end = sys.maxsize if self._num_batches is None else self._num_batches + 1
+        for number in torch.utils.data.DataLoader(range(self._delivered + 1, end), batch_size=None, num_workers=0):
+            self._delivered = number
+            source = torch.Generator().manual_seed(1000 * self._rank + number)
             inputs = torch.randn(6, 8, generator=source)
-            yield Batch(self._delivered, inputs, inputs[:, :4].sin())
+            yield Batch(number, inputs, inputs[:, :4].sin())
 
     def state_dict(self) -> dict[str, Any]:
         return {"delivered": self._delivered}
