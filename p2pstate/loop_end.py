@@ -2,7 +2,8 @@
 
 In: the step after which this rank wants to end (so many were asked for, its data ends, the user leaves), what other
 ranks say in a round, and, as soon as their data ends, through the agents. Out: whether all have agreed and the loop is
-over.
+over. Before the first step of a loop all ranks say whether they have a batch: where
+one has none the loop ends there, for nobody has anything to go back to yet.
 
 Invariants: nobody leaves before all ranks have voted that they do, at one step; a fault before that is a fault of the
 loop, and the rank goes on as after any other. A rank in a step that another one has no batch for gives it up at once,
@@ -15,7 +16,8 @@ import sys
 from dataclasses import dataclass
 
 from p2pstate.errors import P2PStateError
-from p2pstate.groups.gate import Ballot
+from p2pstate.groups.gate import Ballot, all_say
+from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.observe.meter import METER
 from p2pstate.protection import Protection
@@ -27,9 +29,14 @@ from p2pstate.worker.context import WorkerContext
 __all__ = ["LoopEnd"]
 
 END_OF_LOOP = 1 << 40  # votes at the end of the loop cannot meet votes of a step
+BEGIN_OF_LOOP = 2 * END_OF_LOOP
 # How long a rank without data waits for the others to run out as well. Who has a batch more says so before, unless the
 # word of the end does not reach it.
 MIN_DATA_END_WAIT_S = 5.0
+NO_FIRST_BATCH = (
+    "p2pstate: rank {rank} has no batch for the first step of training loop {loop}, which ends on all ranks without a "
+    "step: look how the data is divided"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,16 @@ class LoopEnd:
             return
         if block[0] > told.step and block[1] > told.num_batches:
             STATUS.fail(P2PStateError(f"the data of rank {told.rank} ended after step {told.step}"), told.epoch)
+
+    def begins(self, step: int, *, has_batch: bool) -> bool:
+        """Before the first step of a loop, which comes after ``step``: whether every rank has a batch for it. If not,
+        all end here. False as well after an error."""
+        everybody = all_say(REGISTRY, STATUS, has_batch, about=BEGIN_OF_LOOP + step)
+        if everybody is False:
+            self.agreed_step = step
+            if not has_batch:
+                print(NO_FIRST_BATCH.format(rank=self._context.rank, loop=self._context.loop), file=sys.stderr)
+        return bool(everybody)
 
     def is_reached(self, step: int, steps: int | None) -> bool:
         """``steps``: how many were asked for."""

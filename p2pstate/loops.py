@@ -7,13 +7,11 @@ A script may train in one loop after another: epochs as loops of their own, pret
 begins later passes by the loops that are over (they end without a step), runs what stands between them, and joins in
 the loop in which the others are. What it has by then is replaced by the version, so only versions of that very loop can
 be resumed there. Before the first of them is whole, all workers start again, join in the loop before, which ends at
-once, and do together what comes after it. That a loop comes to no step at all, as some rank's data ends before, is
-remembered over such a start: then it ends where it begins.
+once, and do together what comes after it. That a loop comes to no step at all, as some rank's data ends among the
+batches before it, is remembered over such a start, and over one from the beginning: then it ends where it begins.
 
 Known limit: after which steps loops have ended is known of the newest NUM_ENDS_KEPT. A version from before them cannot
-be resumed from memory, only from disk: a checkpoint says itself which loops were over. Before the first step there
-is no version to come back to: where data is uneven and some rank has none for that step, training starts anew until the
-budget ends it.
+be resumed from memory, only from disk: a checkpoint says itself which loops were over.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from p2pstate.joined import LostError, MustStartOver, OtherLoop
 from p2pstate.plan_recovery import RankReport, StartOver
 from p2pstate.types import NO_ENDS, NUM_ENDS_KEPT, LoopEnds, Start
 
-__all__ = ["check_meeting", "check_version"]
+__all__ = ["check_meeting", "check_version", "without_loop"]
 
 
 def check_meeting(mine: RankReport, reports: Mapping[int, RankReport], ends: LoopEnds) -> None:
@@ -65,6 +63,16 @@ def check_version(
     if began_after >= 0 and any(each.loop == mine.loop and each.ended_at == began_after for each in reports.values()):
         raise _restart(f"{why}, and the data of some rank ended before the first", ends.with_empty(epoch, mine.loop))
     raise _restart(why)
+
+
+def without_loop(error: LostError | MustStartOver, epoch: int, loop: int, ends: LoopEnds) -> LostError | MustStartOver:
+    """``error``: nothing can be resumed in round ``epoch``. If training starts anew because of that, it is to pass by
+    ``loop``, whose data ended in some rank before the first step."""
+    if isinstance(error, LostError) or error.decision.start != Start.FRESH:
+        return error
+    why = f"the data of some rank ended before the first step of training loop {loop}"
+    decision = StartOver(Start.FRESH, f"{why}; training starts anew, and that loop is over at once")
+    return MustStartOver(decision, ends.with_empty(epoch, loop))
 
 
 def _restart(why: str, ends: LoopEnds = NO_ENDS) -> MustStartOver:

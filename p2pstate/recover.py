@@ -27,7 +27,7 @@ from p2pstate.groups.waiting import call
 from p2pstate.image_format import is_image_of, read_image
 from p2pstate.joined import Joined, LostError, MustStartOver, Phases, all_done
 from p2pstate.live_body import memory_of
-from p2pstate.loops import check_meeting, check_version
+from p2pstate.loops import check_meeting, check_version, without_loop
 from p2pstate.plan_recovery import (
     Fetch,
     Lineage,
@@ -103,12 +103,13 @@ def join(
         step = plan.version.step
         check_version(report, reports, ends, ends.loop_of(step), step, info.epoch)
     except (LostError, MustStartOver) as error:
-        if on_disk is None or (isinstance(error, MustStartOver) and error.decision.start != Start.FRESH):
-            raise
-        joined = on_disk.newest(error, ended_at)
-        if joined is None:
-            raise
-        return met.complete(joined)
+        may_read = isinstance(error, LostError) or error.decision.start == Start.FRESH
+        joined = on_disk.newest(error, ended_at) if on_disk is not None and may_read else None
+        if joined is not None:
+            return met.complete(joined)
+        if ended_at == 0:
+            raise without_loop(error, info.epoch, report.loop, ends) from None
+        raise
     with phases.phase("pull"), row.inside("pull"):
         images = call(lambda: _move(plan, report.rank, slots, registry), is_over, "pulling")
     with phases.phase("restore"):

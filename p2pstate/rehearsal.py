@@ -40,6 +40,10 @@ class Rehearsals:
         for module in self._modules:
             module.register_forward_pre_hook(self._before_forward)
 
+    def begin_loop(self) -> None:
+        """What stopped the rehearsals of the loop before may not be there in this one."""
+        self._num_turns = 0
+
     def go_on(self) -> bool:
         """Whether to do one more turn alone; counts it."""
         self._num_turns += 1

@@ -13,7 +13,7 @@ import sys
 import time
 
 from p2pstate.errors import NotFinite
-from p2pstate.groups.gate import Ballot, vote
+from p2pstate.groups.gate import all_say
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
 from p2pstate.joined import ROUND_FAILED, Joined, LostError, MustStartOver, OtherLoop, Phases
@@ -25,7 +25,7 @@ from p2pstate.resume import Disk
 from p2pstate.settings import Asked
 from p2pstate.state import LeafError, TrainingState
 from p2pstate.trace import JOIN
-from p2pstate.types import NO_ENDS, OLDEST, LoopEnds, RoundInfo, Start
+from p2pstate.types import NO_ENDS, LoopEnds, RoundInfo, Start
 from p2pstate.worker.context import WorkerContext
 from p2pstate.worker.link import RoundAborted
 
@@ -78,8 +78,7 @@ class Rounds:
         for a process that rehearses alone: whether it is so here. False after an error, which ends the rehearsal."""
         if STATUS.solo or not self._context.restore:
             return is_so
-        voted = vote(REGISTRY, STATUS, Ballot(int(is_so), 1, 0, 0, *OLDEST))
-        return voted is not None and bool(voted.boundary)
+        return bool(all_say(REGISTRY, STATUS, is_so))
 
     def recover(self, report: RankReport, failed_step: int) -> Joined:
         """Join the next round that can be joined, whatever it takes; returns with the state of its version. Raises

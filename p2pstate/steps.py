@@ -167,11 +167,13 @@ class Loop:
             self._feed.rehearsal_begins()
         last = None if steps is None else self._counting.before + steps
         done, code, self._closing = context.passes_by, looping_code(), False
+        begins = not context.must_join  # here and in every other rank: nothing of this loop is behind them
         try:
             while not done:
                 faulted = STATUS.error is not None or self._discard_pending
                 if faulted or (context.must_join and self._rounds.in_all_ranks(not self._rehearsals.go_on())):
                     self._recover()
+                    begins = False
                     if done := context.passes_by:
                         continue
                 if not context.must_join and self._hooks.due(self.committed_step) and not self._run_hooks():
@@ -198,6 +200,10 @@ class Loop:
                 if context.must_join:
                     if not self._rounds.in_all_ranks(batch is not None):
                         self._rehearse_again()
+                        continue
+                elif begins:
+                    begins = False
+                    if not self._end.begins(self.step, has_batch=batch is not None):
                         continue
                 elif batch is None:
                     done = self._end.data_ended(context.epoch, self.step, self._feed.num_batches)
@@ -335,6 +341,7 @@ class Loop:
         if context.loop in context.ends.empty and not context.passes_by:
             self._end.agreed_step = self.step
         self._feed.begin_loop(context.ends)
+        self._rehearsals.begin_loop()
         STATUS.loud = False
         self._hand_over_journal()
         METER.enter("other")

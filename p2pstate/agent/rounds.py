@@ -66,7 +66,7 @@ def decide_start(previous: View | None, ballots: Iterable[Mapping[str, Any]]) ->
     ends = max([ends_of(ballot) for ballot in given] + [ends_of(previous.data if previous is not None else {})])
     if previous is not None and start == Start.FRESH:
         known = Progress(previous.epoch + 1, -1)
-        ends = LoopEnds(previous.epoch + 1)
+        ends = LoopEnds(previous.epoch + 1, empty=ends.empty)
     return wanted, {"start": start, **known.table(), "ends": ends.pack()}
 
 

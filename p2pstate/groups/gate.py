@@ -18,12 +18,13 @@ from operator import attrgetter
 
 import torch
 
-from p2pstate.errors import Retryable
+from p2pstate.errors import P2PStateError, Retryable
 from p2pstate.groups.registry import GATE, Registry
 from p2pstate.groups.status import Status
 from p2pstate.groups.waiting import wait_collective
+from p2pstate.types import OLDEST
 
-__all__ = ["NO_RANK", "Ballot", "vote"]
+__all__ = ["NO_RANK", "Ballot", "all_say", "vote"]
 
 NO_RANK = 1 << 40  # above all ranks
 
@@ -91,3 +92,12 @@ def vote(registry: Registry, status: Status, ballot: Ballot, timeout_s: float | 
     outcome = everyone.amin(0)
     outcome[-1] = everyone[:, -1].sum()
     return Ballot(*outcome.tolist())
+
+
+def all_say(registry: Registry, status: Status, yes: bool, about: int = 0) -> bool | None:
+    """Whether every rank says yes to the same question, which ``about`` tells from others. None: as of :func:`vote`."""
+    voted = vote(registry, status, Ballot(int(yes), 1, about, -about, *OLDEST))
+    if voted is not None and voted.step != -voted.neg_step:
+        status.fail(P2PStateError("ranks do not agree on where they are: some have left the loop, others begin it"))
+        return None
+    return None if voted is None else bool(voted.boundary)

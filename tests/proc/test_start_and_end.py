@@ -59,9 +59,11 @@ LOOP = """
 TRAINING = TINY + "    p2pstate.init_process_group()\n" + LOOP
 
 
-def run_tiny(folder: Path, environ: dict[str, str], body: str, workers: int = 2) -> tuple[int, str, str]:
+def run_tiny(
+    folder: Path, environ: dict[str, str], body: str, workers: int = 2, give_up_s: int = 3
+) -> tuple[int, str, str]:
     """One node, ``workers`` ranks, plain script. Returns (exit code, standard error, what the script wrote to out)."""
-    options = ("--nproc-per-node", str(workers), "--name", "n", "--give-up-after", "3")
+    options = ("--nproc-per-node", str(workers), "--name", "n", "--give-up-after", str(give_up_s))
     process = launch(folder, environ, *options, script(folder, body))
     _, stderr = process.communicate(timeout=DEADLINE_S)
     out = folder / "out"
@@ -138,13 +140,13 @@ def test_rank_killed_after_its_loop_does_not_leave_the_others_with_wrong_sums(
 
 
 def test_uneven_data_ends_at_one_step_on_all_ranks(tmp_path: Path, fork_server: dict[str, str]) -> None:
-    """Loops with a step and a rest, without data for a step, and with whole steps. After each of the first two all
-    start again, and their rehearsals have uneven data as well."""
+    """Loops with batches for no step, without any batch, with a step and a rest, for no step again, and with whole
+    steps. After all but the second and the last all start again, and their rehearsals have uneven data as well."""
     body = (
         TRAINING.replace("optimizer.step()", "if data.position % window: return\n        optimizer.step()")
         + """
     last = []
-    for length, window in ((5, 4), (2, 4), (10, 1)):
+    for length, window in ((2, 4), (0, 1), (5, 4), (2, 4), (10, 1)):
         data.length = length + 3 * rank
         for step, loss in state.run(train_step):
             pass
@@ -152,10 +154,12 @@ def test_uneven_data_ends_at_one_step_on_all_ranks(tmp_path: Path, fork_server: 
     open(f"last-{rank}", "w").write(str(last))
     """
     )
-    code, stderr, _ = run_tiny(tmp_path, fork_server, body)
+    code, stderr, _ = run_tiny(tmp_path, fork_server, body, give_up_s=60)
     assert code == 0, stderr
-    assert [(tmp_path / f"last-{rank}").read_text() for rank in (0, 1)] == ["[1, 1, 11]"] * 2, stderr
-    assert "training loop 2 has no protected step yet" in stderr
+    assert [(tmp_path / f"last-{rank}").read_text() for rank in (0, 1)] == ["[0, 0, 1, 1, 11]"] * 2, stderr
+    assert stderr.count("interrupted: the data of some rank ended before the first step of training loop 1") == 1
+    assert stderr.count("rank 0 has no batch for the first step of training loop 2") == 1
+    assert "training loop 4 has no protected step yet" in stderr
     for step in (1, 11):
         assert f"the data of rank 0 ended after step {step}" in stderr, "rank 0 waited until its vote's time was up"
     assert "not every rank voted" not in stderr

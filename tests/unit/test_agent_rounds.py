@@ -62,6 +62,8 @@ def test_ends_of_training_loops_are_kept_until_a_fresh_start_although_no_ballot_
     assert LoopEnds.unpack(decide_start(before, [told, {}])[1]["ends"]) == later
     fresh = decide_start(before, [told, {"start_over": Start.FRESH}])[1]["ends"]
     assert LoopEnds.unpack(fresh) == LoopEnds(since=5)
+    empty = {"start_over": Start.FRESH, "ends": LoopEnds().with_empty(4, 1).pack()}
+    assert LoopEnds.unpack(decide_start(view(step=-1), [empty, {}])[1]["ends"]) == LoopEnds(since=5, empty=(1,))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch.distributed import HashStore, ReduceOp
 
 from p2pstate.errors import Retryable
 from p2pstate.groups import registry as registry_module
-from p2pstate.groups.gate import NO_RANK, Ballot, vote
+from p2pstate.groups.gate import NO_RANK, Ballot, all_say, vote
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.status import PeerLost, Status
 from p2pstate.groups.transport import Incoming, Outgoing, Payload, TransferFailed
@@ -42,6 +42,18 @@ def cast(_line: Any, rank: int, num_ranks: int, folder: str, ballots: list[list[
     outcomes = [vote(registry, status, Ballot(*each[rank])) for each in ballots]
     assert status.error is None
     return [None if outcome is None else astuple(outcome) for outcome in outcomes]
+
+
+def ask(_line: Any, rank: int, num_ranks: int, folder: str) -> list[Any]:
+    registry, status = connect(rank, num_ranks, folder)
+    answers = [all_say(registry, status, yes, about=1) for yes in (True, rank != 1, False)]
+    answers.append(all_say(registry, status, True, about=min(rank, 1)))
+    return [*answers, str(status.error)]
+
+
+def test_question_is_answered_where_every_rank_is_asked_the_same(tmp_path: Path) -> None:
+    error = "ranks do not agree on where they are: some have left the loop, others begin it"
+    assert run_ranks(ask, tmp_path, NUM_RANKS) == [[True, False, False, None, error]] * NUM_RANKS
 
 
 def test_vote_outcome_is_the_minimum_of_every_field_and_the_sum_of_balances_on_every_rank(tmp_path: Path) -> None:

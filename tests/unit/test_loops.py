@@ -8,8 +8,8 @@ import pytest
 
 from p2pstate.errors import Retryable
 from p2pstate.joined import LostError, MustStartOver, OtherLoop
-from p2pstate.loops import check_meeting, check_version
-from p2pstate.plan_recovery import RankReport
+from p2pstate.loops import check_meeting, check_version, without_loop
+from p2pstate.plan_recovery import RankReport, StartOver
 from p2pstate.types import NUM_ENDS_KEPT, LoopEnds, Start
 
 ENDS = LoopEnds(3, 2, (10, 14), (10,))
@@ -112,6 +112,15 @@ def test_loop_without_data_for_a_step_is_remembered_when_all_start_again(ended_a
         check_version(reports[0], reports, ENDS, ENDS.loop_of(14), 14, 5)
     told = LoopEnds.unpack(raised.value.ends.pack())
     assert (told.empty, told > ENDS) == (empty, bool(empty))
+
+
+def test_loop_without_data_for_a_step_is_passed_by_when_training_starts_anew() -> None:
+    nothing = MustStartOver(StartOver(Start.FRESH, "no step was protected yet"))
+    told = without_loop(nothing, 5, 1, LoopEnds())
+    assert isinstance(told, MustStartOver)
+    assert (told.decision.start, told.ends) == (Start.FRESH, LoopEnds(since=5, empty=(1,)))
+    for other in (MustStartOver(StartOver(Start.RESTART, "unsettled")), LostError("gone")):
+        assert without_loop(other, 5, 1, LoopEnds()) is other
 
 
 def test_empty_loop_is_forgotten_after_the_next_step_and_where_an_older_one_is_resumed() -> None:

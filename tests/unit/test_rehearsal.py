@@ -55,6 +55,8 @@ def test_rehearsals_without_data_end() -> None:
     assert rehearsals.go_on()
     rehearsals.end()
     assert not rehearsals.go_on()
+    rehearsals.begin_loop()
+    assert rehearsals.go_on(), "another loop may have data"
 
 
 def test_rehearsals_are_as_many_steps_as_a_round_right_after_them_asks_of_a_survivor() -> None:
