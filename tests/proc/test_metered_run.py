@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,10 +149,14 @@ def test_meter_alone_measures_a_script_that_stock_torchrun_restarts(tmp_path: Pa
     found = measure(events)[0]
     assert found.wall_s == pytest.approx(wall_s(events, 0), rel=0.01)
     seconds = found.by_category()
-    assert seconds["saving"] == pytest.approx(4 * 0.5, rel=0.1)
-    assert found.phases("phase") == {"evaluation": pytest.approx(0.3, rel=0.1)}
-    assert seconds["repeated"] == pytest.approx(2 * 0.05, rel=0.5)
-    assert seconds["useful"] == pytest.approx(20 * 0.05, rel=0.5)
+    took = defaultdict(list)  # a busy machine makes delays longer
+    for line in (tmp_path / "took").read_text().splitlines():
+        took[line.split()[0]].append(float(line.split()[1]))
+    assert (len(took["save"]), len(took["step"])) == (4, 23)  # of which two were done again, and one died
+    assert seconds["saving"] == pytest.approx(sum(took["save"]), rel=0.1)
+    assert found.phases("phase") == {"evaluation": pytest.approx(sum(took["phase"]), rel=0.1)}
+    assert seconds["repeated"] == pytest.approx(sum(took["step"][8:10]), rel=0.1)
+    assert seconds["useful"] == pytest.approx(sum(took["step"][:7] + took["step"][10:]), rel=0.1)
     deaths = [event["t"] for event in events if event["event"] == "worker_started"]
     assert found.seconds["recovery.replace"] == pytest.approx(deaths[1] - before(events, deaths[1]), rel=0.05)
 
