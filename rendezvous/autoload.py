@@ -4,6 +4,7 @@ Flows in: variables that `torchrun --rdzv-backend=p2p` set for its workers. Flow
 `init_process_group()` gets its store from the node's agent.
 Invariants: `import torch` never fails because of this file: it imports nothing but the standard library's os and sys,
 and whatever goes wrong becomes a warning; elsewhere it does nothing.
+Two groups of processes that env:// tells different addresses (MASTER_ADDR, MASTER_PORT) never meet, as with TCPStore.
 Limits: `TORCH_DEVICE_BACKEND_AUTOLOAD=0` turns it off: workers then make a TCPStore at MASTER_ADDR, as without us.
 """
 
@@ -55,14 +56,17 @@ def _env_handler(url: str, timeout: Any = None, **_: Any) -> Iterator[tuple[Any,
 
     asked = dict(parse_qsl(urlparse(url).query))
     rank, world_size = (int(asked.get(name.lower()) or _variable(name)) for name in ("RANK", "WORLD_SIZE"))
-    if rank == 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
+    if rank == 0 and _num_inits == 0 and os.environ.get("TORCHELASTIC_MAX_RESTARTS") == "0":
         print(
             "rendezvous: torchrun runs with --max-restarts 0 (its default): the first worker or node that dies ends "
             "the job, although the others could go on. Give --max-restarts N to let it survive N faults",
             file=sys.stderr,
         )
     # All ranks count alike, so a group made after destroy_process_group() never finds the addresses of the old one.
-    store = worker_store(os.environ[ENV_AGENT], int(os.environ[ENV_ROUND]), f"init{_num_inits}", timeout)
+    # A group of processes that workers have started (DCP's for asynchronous saves) is told another address than theirs.
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    prefix = f"init {address} {_num_inits}"
+    store = worker_store(os.environ[ENV_AGENT], int(os.environ[ENV_ROUND]), prefix, timeout)
     _num_inits += 1
     yield store, rank, world_size
 

@@ -8,10 +8,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 
+from rendezvous import autoload
 from rendezvous.agent import claim_name
+from rendezvous.autoload import ENV_AGENT, ENV_ROUND
 from rendezvous.channel import Channel, Message
 from rendezvous.config import Config
 from rendezvous.local import LocalClient, LocalServer
@@ -74,6 +77,25 @@ def test_reply_that_comes_after_its_deadline_answers_no_other_request(served: Al
     assert lines.request(1, "silence", [], -0.5).timed_out
     assert lines.request(1, "set", ["key", b"value"], 20.0).value is None
     assert lines.request(1, "get", ["key"], 20.0).value == b"value"
+
+
+def test_processes_that_workers_start_meet_apart_from_them_at_the_address_they_are_told(
+    served: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As DCP's processes for asynchronous saves do, which have their workers' ranks and environment."""
+    values = {ENV_AGENT: served.server.address, ENV_ROUND: "1", "RANK": "0", "WORLD_SIZE": "2"}
+    for name, value in values.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    for port in ("4711", "4712"):
+        monkeypatch.setenv("MASTER_PORT", port)
+        for rank in ("0", "1"):
+            monkeypatch.setenv("RANK", rank)
+            monkeypatch.setattr(autoload, "_num_inits", 0)  # each is a process of its own
+            ((store, own_rank, world_size),) = autoload._env_handler("env://", timedelta(seconds=20.0))
+            assert (own_rank, world_size) == (int(rank), 2)
+            seen.append(store.add("processes", 1))
+    assert seen == [1, 2, 1, 2]
 
 
 def test_forked_child_has_a_line_of_its_own(served: Alone) -> None:
