@@ -153,6 +153,7 @@ class Feed:
             self._begun_again = _BegunAgain()
             with random_streams.kept(), self._begun_again:
                 self._iterator = iter(self._data)
+                self._data.state_dict()  # torchdata's loaders begin to iterate when they are asked for their position
 
 
 class _BegunAgain:

@@ -22,6 +22,9 @@ class Data:
             self.position += 1
             yield self.position
 
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
 
 def taken(feed: Feed) -> Any:
     return feed.next()[0]
@@ -96,9 +99,6 @@ def test_functions_with_defaults_and_built_in_ones_are_taken() -> None:
 
 
 class Restorable(Data):
-    def state_dict(self) -> dict[str, int]:
-        return {"position": self.position}
-
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.position = state["position"]
 
@@ -122,39 +122,54 @@ def test_rehearsal_goes_on_with_the_same_batches_when_the_data_ends() -> None:
 
 
 class Wrapped:
-    """A loader of torch in a generator, epoch after epoch; ``lazy=False``: asked to iterate at once."""
+    """A loader of torch, epoch after epoch. It is asked to iterate with the first batch (``lazy``), at once
+    (``eager``), or already when it is asked for its position, as torchdata's is (``stateful``)."""
 
-    def __init__(self, lazy: bool) -> None:
-        self.loader, self._lazy, self.taken = DataLoader(range(4), batch_size=2), lazy, 0
+    def __init__(self, begins: str) -> None:
+        self.loader, self._begins, self.taken = DataLoader(range(4), batch_size=2), begins, 0
+        self._begun: Any = None
 
     def __iter__(self) -> Iterator[Any]:
-        return self._epochs(None if self._lazy else iter(self.loader))
+        if self._begins == "eager":
+            self._begun = iter(self.loader)
+        return self._epochs()
 
-    def _epochs(self, begun: Any) -> Iterator[Any]:
+    def _epochs(self) -> Iterator[Any]:
         while True:
             left_out, self.taken = self.taken, 0
-            for batch in begun or self.loader:
+            self._begun = self._begun or iter(self.loader)
+            for batch in self._begun:
                 self.taken += 1
                 if self.taken > left_out:
                     yield batch
-            begun, self.taken = None, 0
+            self._begun, self.taken = None, 0
+
+    def state_dict(self) -> dict[str, int]:
+        if self._begins == "stateful":
+            self._begun = self._begun or iter(self.loader)
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.taken, self._begun = state["taken"], None
 
 
-@pytest.mark.parametrize("lazy", [True, False])
-def test_data_gone_on_with_in_any_batch_moves_no_stream_that_the_undisturbed_run_does_not_move(lazy: bool) -> None:
+@pytest.mark.parametrize("begins", ["lazy", "eager", "stateful"])
+def test_data_gone_on_with_in_any_batch_moves_no_stream_that_the_undisturbed_run_does_not_move(begins: str) -> None:
     def drawn(restart_at: int) -> list[Any]:
         torch.manual_seed(7)
-        data, position, found = Wrapped(lazy), LoopPosition(), []
+        data, position, found = Wrapped(begins), LoopPosition(), []
         feed = Feed(data, position)
         for number in range(7):
+            at = data.state_dict()
             if number == restart_at:
-                state, streams, at = position.state_dict(), torch.get_rng_state(), data.taken
+                state, streams = position.state_dict(), torch.get_rng_state()
                 torch.rand(9)  # what a newcomer, or the discarded step, has drawn
                 feed.drop()
                 position.load_state_dict(state)
                 torch.set_rng_state(streams)
-                data.taken = at
+                data.load_state_dict(at)
                 feed.resume()
+                data.state_dict()
             found += [taken(feed).tolist(), torch.rand(()).item()]
         return found
 
