@@ -48,10 +48,11 @@ class Fault:
 @dataclass(frozen=True, slots=True)
 class Standing:
     """The job as its nodes tell. ``ranks``: rank -> (node, newest committed step); ``places``: the training nodes of
-    the newest view."""
+    the newest view, which began ``round``."""
 
     ranks: Mapping[int, tuple[str, int]]
     places: Sequence[str]
+    round: int
     spares: Sequence[str]
     num_ranks: int
     ended: str
@@ -79,7 +80,8 @@ def standing_from(answers: Mapping[str, Mapping[str, Any]]) -> Standing:
     }
     per_node = max((len(answer.get("ranks", ())) for answer in answers.values()), default=0)
     ended = next((answer["verdict"]["text"] for answer in answers.values() if answer.get("verdict")), "")
-    return Standing(ranks, places, view["spares"] if view else [], per_node * len(places), ended)
+    round_, spares = (view["round"], view["spares"]) if view else (0, [])
+    return Standing(ranks, places, round_, spares, per_node * len(places), ended)
 
 
 def draw(rng: random.Random, kinds: Sequence[str], standing: Standing, phases: Sequence[str | None]) -> Fault:
@@ -182,7 +184,9 @@ class _Session:
             if problem:
                 return self._failed(problem)
             at = time.monotonic()
-            held = self._wait_out(node, concrete.seconds, found) if concrete.action == "partition" else found
+            held = self._took_hold(concrete, node, found)
+            if held is None:
+                return self._failed(f"fault {number}: nobody noticed it (a phase that did not come?)")
             goal = held.newest + SURVIVED_AFTER_STEPS
             after = self._wait(lambda s, goal=goal: s.step >= goal, self._options.survive_within)  # type: ignore[misc]
             if after is None or (after.ended and after.step < goal):
@@ -201,6 +205,14 @@ class _Session:
         began = time.monotonic()
         for _ in range(self._options.count):
             yield Fault("", after_s=time.monotonic() - began + self._rng.random() * self._options.every)
+
+    def _took_hold(self, fault: Fault, node: str, found: Standing) -> Standing | None:
+        """The job when the fault has done its harm, which waits for a phase; None: it has not."""
+        if fault.action == "partition":
+            return self._wait_out(node, fault.seconds, found)
+        if fault.action == "corrupt":
+            return found
+        return self._wait(lambda s: s.round > found.round, self._options.survive_within)
 
     def _wait_out(self, node: str, seconds: float, found: Standing) -> Standing:
         """A partition: the others go on as before until they miss the node, and count it out if it lasts."""

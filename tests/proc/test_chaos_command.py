@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
@@ -9,13 +10,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rendezvous_cluster import ROOT
 
 from cluster import Cluster
 from outcome import compare
-from p2pstate.chaos import Fault, draw, read_schedule, standing_from
+from p2pstate.chaos import Fault, _Session, draw, read_schedule, standing_from
 
 TRAIN = str(ROOT / "examples" / "train_gpt.py")
 SMALL = ("--num-layers", "2", "--width", "64", "--context", "32", "--batch", "2")
@@ -86,7 +88,7 @@ def test_node_without_the_option_refuses(tmp_path: Path, fork_server: dict[str, 
 
 
 def answers(spares: list[str]) -> dict[str, dict[str, object]]:
-    view = {"epoch": 2, "places": ["a", "b"], "spares": spares}
+    view = {"epoch": 2, "round": 2, "places": ["a", "b"], "spares": spares}
     ranks = {"a": [{"rank": 0, "step": 5}], "b": [{"rank": 1, "step": 6}], "s": []}
     return {name: {"view": view, "ranks": ranks[name], "verdict": None, "members": {}} for name in ("a", "b", *spares)}
 
@@ -103,6 +105,34 @@ def test_random_faults_repeat_with_their_seed_and_kill_no_node_while_none_is_spa
     assert any(draw(random.Random(seed), kinds, with_spare, (None,)).action == "node" for seed in range(40))
     del standing.ranks[1]  # a rank without a process
     assert standing.step == -1
+
+
+class Job:
+    """Stands in for the line to a job: what it tells, look by look, as (round, step of all ranks)."""
+
+    def __init__(self, *looks: tuple[int, int]) -> None:
+        self.looks = list(looks)
+
+    def ask(self, *_: object) -> dict[str, dict[str, Any]]:
+        round_, step = self.looks.pop(0) if len(self.looks) > 1 else self.looks[0]
+        view = {"epoch": round_, "round": round_, "places": ["a"], "spares": []}
+        return {"a": {"view": view, "ranks": [{"rank": 0, "step": step}], "members": {}, "verdict": None}}
+
+    def ask_one(self, *_: object) -> dict[str, str]:
+        return {"done": "SIGKILL to rank 0 as soon as it is stepping"}
+
+
+def test_steps_that_come_before_a_fault_does_its_harm_do_not_count_as_survival(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("p2pstate.chaos.POLL_S", 0.0)
+    options = argparse.Namespace(seed=0, count=1, every=0.0, survive_within=0.1, timeout=1.0)
+    job: Any = Job((1, 1), (1, 5), (1, 90), (2, 90), (2, 91), (2, 92))
+    assert _Session(job, options, ["kill"]).run([Fault("kill", rank=0, phase="stepping")]) == 0
+    assert "all ranks at step 92" in capsys.readouterr().out
+    harmless: Any = Job((1, 1), (1, 5), (1, 90))
+    assert _Session(harmless, options, ["kill"]).run([Fault("kill", rank=0, phase="stepping")]) == 1
+    assert "nobody noticed it" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
