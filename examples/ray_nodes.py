@@ -2,7 +2,8 @@
 
 One Ray actor per node runs the command of that node, and runs it again where p2prun's exit code says so; an actor whose
 host is lost is started by Ray on another one, where it joins as a new node. Ray gives machines and replaces them;
-p2pstate keeps the state and goes on meanwhile. Needs ray (pip install ray) on a cluster, or alone to try it.
+p2pstate keeps the state and goes on meanwhile. Needs ray (pip install ray) on a cluster, or alone to try it: a node
+takes one of Ray's CPUs, `ray start --head --num-cpus 4` and RAY_ADDRESS=auto give a small machine enough of them.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import ray
 
 AGAIN = (75, -9)  # "retry on this node", and p2prun itself was killed
 PLACE_S = 600.0
+SAY_AFTER_S = 10.0
 
 
 @ray.remote(max_restarts=-1, max_task_retries=-1)
@@ -54,6 +56,8 @@ def main() -> None:
     count = args.nodes + args.spares
     bundle = {"CPU": 1.0, "GPU": args.gpus} if args.gpus else {"CPU": 1.0}
     group = ray.util.placement_group([bundle] * count, strategy="SPREAD")  # copies are worth most on other hosts
+    if not group.wait(SAY_AFTER_S):
+        print(f"waiting for {count} times {bundle}; Ray has {ray.cluster_resources()}", flush=True)
     ray.get(group.ready(), timeout=PLACE_S)
     placed = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group)
     key = secrets.token_hex(32)

@@ -86,12 +86,20 @@ def _read_one(contact: str, env: Mapping[str, str]) -> list[str]:
     if kind == "dir":
         return _read_directory(Path(rest))
     if kind == "slurm":
-        listed = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-        if not listed:
-            raise ValueError("SLURM_JOB_NODELIST is not set: this is no Slurm job step")
-        return [address for host in expand_hosts(listed) for address in resolve(host, int(rest))]
+        return [address for host in _slurm_hosts(env) for address in resolve(host, int(rest))]
     host, port = split_endpoint(contact, "contact")
     return resolve(host, port)
+
+
+def _slurm_hosts(env: Mapping[str, str]) -> list[str]:
+    """The nodes of the job: of all components of a heterogeneous one, each of which may run a step of its own."""
+    names = ["SLURM_JOB_NODELIST", "SLURM_NODELIST"]
+    lists = [next((env[name] for name in names if env.get(name)), "")]
+    lists += [value for name, value in sorted(env.items()) if name.startswith("SLURM_JOB_NODELIST_HET_GROUP_")]
+    found = list(dict.fromkeys(host for listed in lists if listed for host in expand_hosts(listed)))
+    if not found:
+        raise ValueError("SLURM_JOB_NODELIST is not set: this is no Slurm job step")
+    return found
 
 
 def _read_directory(directory: Path) -> list[str]:

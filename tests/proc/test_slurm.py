@@ -36,14 +36,14 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmCluster]:
 
 
 class Job:
-    """One job of two training nodes and a spare. ``batch_file``: in place of the example."""
+    """One job of two training nodes and a spare. ``batch_file``: in place of the example, as an array."""
 
     def __init__(self, slurm: SlurmCluster, folder: Path, *script: str, batch_file: Path | None = None) -> None:
         self._slurm, self._folder = slurm, folder
         self.attempt(0)
         sbatch = ["sbatch", "--parsable", "--chdir", str(folder)]
         example = str(EXAMPLES / "slurm" / "train.sbatch")
-        sbatch += [example] if batch_file is None else ["--export=NONE", str(batch_file)]
+        sbatch += [example] if batch_file is None else ["--export=NONE", "--array=5", str(batch_file)]
         run_dir = str(folder / "run")
         self.id = slurm.run(*sbatch, *script, "--out", str(folder), **ENVIRON, RUN_DIR=run_dir).strip()
 

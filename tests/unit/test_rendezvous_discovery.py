@@ -98,7 +98,10 @@ def test_contact_that_does_not_resolve_is_a_sentence_and_does_not_stop_the_other
 
 def test_slurm_contact_reads_the_node_list_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_resolver(monkeypatch, {"n1": ["10.0.0.1"], "n2": ["10.0.0.2"]})
-    assert read_contacts(["slurm:7000"], {"SLURM_JOB_NODELIST": "n[1-2]"})[0] == ["10.0.0.1:7000", "10.0.0.2:7000"]
+    both = ["10.0.0.1:7000", "10.0.0.2:7000"]
+    assert read_contacts(["slurm:7000"], {"SLURM_JOB_NODELIST": "n[1-2]"})[0] == both
+    heterogeneous = {"SLURM_JOB_NODELIST_HET_GROUP_0": "n1", "SLURM_JOB_NODELIST_HET_GROUP_1": "n2"}
+    assert read_contacts(["slurm:7000"], {"SLURM_JOB_NODELIST": "n1", **heterogeneous})[0] == both
     addresses, problems = read_contacts(["slurm:7000"], {})
     assert addresses == []
     assert "this is no Slurm job step" in problems[0]
