@@ -34,8 +34,8 @@ FOREIGN = {
     "mypy": {"--strict"},
     "kind": {"--image"},
     "kubectl": {"--for", "--from-file", "--timeout"},
-    "srun": {"--cpu-bind", "--export", "--kill-on-bad-exit", "--no-kill", "--wait"},
-    "sbatch": {"--gpus-per-node", "--nodes", "--no-kill", "--signal"},
+    "srun": {"--cpu-bind", "--export", "--het-group", "--kill-on-bad-exit", "--no-kill", "--wait"},
+    "sbatch": {"--array", "--gpus-per-node", "--nodes", "--no-kill", "--partition", "--signal"},
     "torchrun": {"--max-restarts", "--monitor-interval", "--nnodes", "--nproc-per-node", "--standalone"}
     | {f"--rdzv-{name}" for name in ("backend", "conf", "endpoint", "id")},
     "accelerate launch": {"--machine_rank", "--main_process_ip", "--max_restarts", "--multi_gpu", "--rdzv_backend"}
