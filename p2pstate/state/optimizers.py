@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from p2pstate.state.attributes import OptimizerAttributes
 from p2pstate.state.carried import CarriedGradients
@@ -127,6 +128,7 @@ class OptimizerState:
                 "build it without overlap_with_ddp=True, or use fully_shard (FSDP2)",
             )
         self._flat = FlatDicts()
+        self._called = WeakIdKeyDictionary()  # parameters of its groups -> their names
         self._known: _Known | None = None
         self.attributes = OptimizerAttributes(self.local, prefix)
 
@@ -186,6 +188,7 @@ class OptimizerState:
                     path = f"{self.prefix}/{name}"
                     alike = own if self._divided else holders
                     state[name] = self._flat.tree(collector, live[parameter], path, parameter, alike)
+                self._called[parameter] = name
             members.append(names)
         packed = list(map(squeeze, members))
         return _Found(members, packed, squeeze(state), len(state), collector.leaves, collector.sharing)
@@ -210,9 +213,11 @@ class OptimizerState:
     ) -> tuple[str, Holders]:
         found = named.get(id(parameter))
         if found is None:
+            known = self._called.get(parameter)
+            which = f"a parameter of shape {list(parameter.shape)}" + (f" (it was {known})" if known else "")
             raise LeafError(
                 f"{self.prefix} group {index}",
-                f"holds a parameter of shape {list(parameter.shape)} that is in none of the given models",
+                f"holds {which} that is in none of the given models",
                 "give the model it belongs to as well, or an nn.ParameterList of it if it belongs to none; if it was "
                 "in one before, tie weights or remove modules before the optimizer and the Replicator are made",
             )
@@ -223,8 +228,17 @@ class OptimizerState:
         grouped = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
         for key, value in live.items():
             if isinstance(key, torch.Tensor):
-                if id(key) not in grouped:
-                    yield self._name(named, key, -1)[0], value
+                if id(key) in grouped:
+                    continue
+                if id(key) not in named:
+                    known = self._called.get(key, "without a name")
+                    raise LeafError(
+                        f"{self.prefix}/:state",
+                        f"has an entry of a parameter of shape {list(key.shape)} ({known}) that is in none of its "
+                        "groups and in none of the given models",
+                        "remove it (optimizer.state.pop(parameter)) when another parameter takes the place of this one",
+                    )
+                yield named[id(key)][0], value
             elif type(key) is str:
                 yield f":{key}", value
             elif type(key) is int:
@@ -256,7 +270,7 @@ class OptimizerState:
                 continue
             raise LeafError(
                 f"{self.prefix} group {index}",
-                f"held {_membership(captured)} when captured and holds {_membership(present)} now",
+                _difference(captured, present),
                 "build the same models, and the optimizer with the same groups, before restoring, and change them "
                 "(prune, an adapter) before the Replicator is made",
             )
@@ -352,8 +366,15 @@ def _has_gradient(parameter: torch.Tensor) -> bool:
     return gradient is not None and gradient.layout == parameter.layout and gradient.dtype == parameter.dtype
 
 
-def _membership(names: list[str] | None) -> str:
-    if names is None:
-        return "nothing (there was no such group)"
-    shown = ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
-    return f"{len(names)} parameters ({shown})" if names else "no parameters"
+def _difference(captured: list[str] | None, present: list[str]) -> str:
+    if captured is None:
+        return f"was not there when captured, and holds {_shown(present)} now"
+    gone, new = sorted({*captured} - {*present}), sorted({*present} - {*captured})
+    if not gone and not new:
+        return f"held its {len(present)} parameters in another order when captured"
+    parts = [f"held {_shown(gone)} when captured and does not now"] if gone else []
+    return "; ".join(parts + ([f"holds {_shown(new)} now and did not when captured"] if new else []))
+
+
+def _shown(names: list[str]) -> str:
+    return (", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")) or "no parameters"
