@@ -5,7 +5,8 @@ it, which ``p2pstate report`` reads like the ones of p2prun, and :meth:`RunMeter
 
 Invariants: every second is in one category, from the start of the process that makes its first meter; a process that
 dies is gone on from in the same file, so that the time until its successor's first step is recovery, and steps done for
-the second time are repeated ones. A full, slow or unwritable disk costs the record, never the run.
+the second time are repeated ones; the restart is a failure of the run. A full, slow or unwritable disk costs the
+record, never the run.
 Known limits: one directory belongs to one run, however often it is restarted: the time between two attempts counts. A
 step that was under way when a process died counts as recovery.
 """
@@ -59,7 +60,13 @@ class RunMeter:
         self._writer = Writer()
         self._events = EventLog(f"rank{rank}", os.fspath(directory), self._writer, quiet=True)
         self._meter = Meter()
-        earlier = self._events.ledger.is_open(rank)
+        ledger = self._events.ledger
+        earlier = ledger.is_open(rank)
+        self._died_after: int | None = None  # the step that an earlier process had come to; None: this one has resumed
+        if earlier:
+            died_at, self._died_after = ledger.until(rank), ledger.newest_step(rank)
+            reason = f"rank {rank} was started again"
+            self._events.emit("abort", t=died_at, round=int(died_at * 1e3), reason=reason, cause="restart")
         age_s = _take_age_s()
         self._events.emit("worker_started", t=time.time() - age_s, rank=rank, pid=os.getpid())
         self._meter.restart(BEGINNINGS[earlier], age_s=age_s)
@@ -70,6 +77,8 @@ class RunMeter:
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
         """One training step; ``number`` tells whether it was done before. One that raises was in vain."""
+        if self._died_after is not None:
+            self._tell_of_resuming(max(0, self._died_after + 1 - number))
         self._meter.step_begins()
         try:
             yield
@@ -131,6 +140,10 @@ class RunMeter:
         else:
             self._events.close()
             self._writer.close()
+
+    def _tell_of_resuming(self, steps_lost: int) -> None:
+        self._events.emit("recovery", rank=self._rank, source="the script", steps_lost=steps_lost, bytes=0, phases={})
+        self._died_after = None
 
     @contextmanager
     def _inside(self, category: str) -> Iterator[None]:

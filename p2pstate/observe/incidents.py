@@ -29,7 +29,7 @@ PHASES = {  # of a recovery, in order: in words
     "restore": "putting state in place",
     "first step": "first step",
 }
-KINDS = ("node", "hang", "process", "other")  # of causes
+KINDS = ("node", "hang", "process", "restart", "other")  # of causes; restart: of a script with the meter alone
 CAUSES = {"member_dead": "node", "hang": "hang", "worker_exited": "process"}  # the first of these that was seen counts
 
 
@@ -77,7 +77,7 @@ class Survival:
 class Incident(Survival):
     round: int  # that it ended
     aborted_at: float
-    cause: str  # node, hang, process or other
+    cause: str  # one of KINDS
     reason: str  # in words, for a person
     num_ranks: int  # whose steps were known then: none on a node that only looked on
     nonce: str = ""  # of the run's start

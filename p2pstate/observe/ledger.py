@@ -78,6 +78,14 @@ class Ledger:
         """Whether the rank has had a process, and its run has not come to an end since."""
         return rank in self._ranks and self._ranks[rank].open
 
+    def until(self, rank: int) -> float:
+        """When the newest that is known of the rank happened, in seconds since 1970."""
+        return self._ranks[rank].until
+
+    def newest_step(self, rank: int) -> int:
+        """That the rank has ever committed; 0: none."""
+        return self._ranks[rank].newest_step
+
     def total(self) -> Goodput:
         """All ranks together."""
         seconds: dict[str, float] = {}

@@ -9,7 +9,9 @@ import psutil
 import pytest
 
 from p2pstate.observe import RunMeter, alone
+from p2pstate.observe.history import read_history
 from p2pstate.observe.reading import read_run
+from p2pstate.planning.measured import measured_fields
 
 
 def steps_of(folder: Path) -> list[Any]:
@@ -45,6 +47,13 @@ def test_alone_goes_on_where_a_process_that_died_stopped(tmp_path: Path) -> None
     assert found.seconds["repeated"] > 0
     assert found.seconds["recovery.start"] > 0
     assert "recovery" in found.by_category()
+    history = read_history(tmp_path)
+    (failure,) = history.incidents
+    assert (failure.cause, failure.source, failure.steps_lost, failure.replaced) == ("restart", "the script", 1, {0})
+    fields = measured_fields(history)
+    assert fields["restart_s"] == pytest.approx(history.total.by_category()["recovery"])
+    assert (fields["gpu_mtbf_s"], fields["measured_load_s"]) == (history.total.wall_s, 0.0)
+    assert not fields.keys() & {"overhead", "node_share"}  # it says nothing of copies
     with RunMeter(tmp_path, rank=0) as after_the_end:
         assert after_the_end.goodput().seconds["recovery.start"] == found.seconds["recovery.start"]
 
