@@ -86,12 +86,12 @@ def test_manifest_runs_a_command_that_p2prun_takes(variant: str, tmp_path: Path)
         assert (
             int(options.nnodes) + options.spares == next(find(found, "parallelism")) == next(find(found, "completions"))
         )
-        assert options.health_file == "/tmp/health"
+        assert str(options.health_file) == "/tmp/health"
         port = options.contacts.rpartition(":")[2]
         assert options.bind == f"0.0.0.0:{port}"
         assert [entry["containerPort"] for entry in container["ports"]] == [int(port)]
         (mount,) = (entry for entry in container["volumeMounts"] if entry["name"] == "key")
-        assert options.key_file == f"{mount['mountPath']}/run.key"
+        assert str(options.key_file) == f"{mount['mountPath']}/run.key"
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
