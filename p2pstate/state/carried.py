@@ -14,6 +14,7 @@ one that resets.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import wraps
 from itertools import chain
 from typing import Any
 from weakref import ref
@@ -47,6 +48,7 @@ class CarriedGradients:
         stock = self._optimizer.zero_grad
 
         @uncompiled
+        @wraps(stock)  # trainers look at its parameters
         def zero_grad(*args: Any, **kwargs: Any) -> None:
             stock(*args, **kwargs)
             self._was_reset = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 from collections.abc import Callable
 
 import pytest
@@ -166,3 +168,9 @@ def test_gradients_that_are_views_of_buckets_count_as_carried_unless_zero_grad_i
         carried.at_step()
         assert carried.carried == (reset in (nothing, by_hand))
         state.stepped({optimizer})
+
+
+def test_zero_grad_that_is_watched_looks_as_before_and_a_copy_of_the_optimizer_has_its_own() -> None:
+    _, optimizer, _, _ = job()
+    assert inspect.signature(optimizer.zero_grad) == inspect.signature(SGD([torch.ones(1)]).zero_grad)
+    assert "zero_grad" not in vars(copy.deepcopy(optimizer))
