@@ -7,7 +7,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,10 @@ class Run:
         spares: int = 0,
         steps: int = NUM_STEPS,
         shape: tuple[int, int] = (2, 2),
+        program: Sequence[str] = (TRAIN, *SMALL),
     ) -> None:
         self.out = folder / "out"
-        script = [TRAIN, "--out", str(self.out), "--steps", str(steps), *SMALL, *args]
+        script = [*program, "--out", str(self.out), "--steps", str(steps), *args]
         self.cluster = Cluster(
             folder / "run",
             script,
