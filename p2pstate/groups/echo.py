@@ -33,7 +33,7 @@ def keep(rank: int, args: Sequence[Any]) -> Any:
 
 
 def zeros(rank: int, args: Sequence[Any]) -> Any:
-    """recv: zeros."""
+    """recv, and the sizes and bytes of objects that are broadcast: zeros."""
     for tensor in _as_list(args[0]):
         tensor.zero_()
     return args[0]

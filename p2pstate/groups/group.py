@@ -68,6 +68,7 @@ class P2PGroup(ProcessGroup):
         self.connect_card: Callable[[P2PGroup, torch.device], None] | None = None
         self._coalescing: Inner | None = None
         self._in_coalescing = False  # torch keeps a list of what is called meanwhile
+        self.broadcasts_objects = False  # into memory that nobody has initialised
         self._rank = rank
         self._status = status
         self._group_name: str | None = None
@@ -184,7 +185,7 @@ class P2PGroup(ProcessGroup):
         return self._run("allreduce_coalesced", echo.keep, args, kwargs)
 
     def broadcast(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run("broadcast", echo.keep, args, kwargs)
+        return self._run("broadcast", echo.zeros if self.broadcasts_objects else echo.keep, args, kwargs)
 
     def reduce(self, *args: Any, **kwargs: Any) -> Any:
         return self._run("reduce", echo.keep, args, kwargs)

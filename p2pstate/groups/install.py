@@ -64,8 +64,9 @@ def install(registry: Registry, default_store: Callable[[], Store]) -> None:
         return stock(group_size, group_rank, ranks, _ours(backend), *args, **kwargs)
 
     distributed_c10d._new_process_group_helper = helper  # type: ignore[assignment]
-    batch_on_cards(dist)
-    batch_on_cards(distributed_c10d)
+    for module in (dist, distributed_c10d):
+        batch_on_cards(module)
+        objects_without_peers(module)
 
 
 def batch_on_cards(module: Any) -> None:
@@ -86,6 +87,27 @@ def batch_on_cards(module: Any) -> None:
         return batch.works  # type: ignore[no-any-return]
 
     module.batch_isend_irecv = batch_isend_irecv
+
+
+def objects_without_peers(module: Any) -> None:
+    """``broadcast_object_list`` allocates as many bytes as the sizes say that it receives, also where these are what
+    happened to be in memory because a peer is lost: then there are none, and it raises."""
+    stock = module.broadcast_object_list
+
+    @functools.wraps(stock)
+    def broadcast_object_list(
+        object_list: list[Any], src: int | None = None, group: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        carrier = group or dist.group.WORLD
+        if isinstance(carrier, P2PGroup):
+            carrier.broadcasts_objects = True
+        try:
+            stock(object_list, src, group, *args, **kwargs)
+        finally:
+            if isinstance(carrier, P2PGroup):
+                carrier.broadcasts_objects = False
+
+    module.broadcast_object_list = broadcast_object_list
 
 
 def _ours(backend: Any) -> Any:

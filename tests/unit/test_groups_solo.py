@@ -82,6 +82,23 @@ def test_solo_collectives_have_defined_results() -> None:
     }
 
 
+def solo_objects() -> tuple[str, list[float]]:
+    install_solo()
+    torch.use_deterministic_algorithms(True)  # memory that is not initialised is full of the largest numbers
+    raised = ""
+    try:
+        dist.broadcast_object_list([None], src=(RANK + 1) % WORLD)
+    except (EOFError, RuntimeError) as error:
+        raised = type(error).__name__
+    told = torch.ones(2)
+    dist.broadcast(told, src=(RANK + 1) % WORLD)
+    return raised, told.tolist()
+
+
+def test_solo_broadcast_of_objects_takes_no_memory_for_what_it_does_not_receive() -> None:
+    assert run_alone(solo_objects) == ("EOFError", [1, 1])
+
+
 def train(model: nn.Module, num_steps: int = 3) -> bool:
     """Three steps: DDP lays its buckets out anew after the first. Whether every number stayed finite."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
