@@ -28,5 +28,8 @@ def all_finite(optimizer: Optimizer) -> bool:
     if not values:
         return True
     # The largest magnitude: it overflows in no type, and a NaN is passed on.
-    norms = torch._foreach_norm(values, float("inf"))
-    return bool(torch.stack([norm.to(torch.float64) for norm in norms]).isfinite().all())
+    norms = [norm.to(torch.float64) for norm in torch._foreach_norm(values, float("inf"))]
+    return all(
+        bool(torch.stack([norm for norm in norms if norm.device == device]).isfinite().all())
+        for device in {norm.device for norm in norms}  # some of them on the host, where those are offloaded
+    )

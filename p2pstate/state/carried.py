@@ -1,25 +1,27 @@
 """Gradients that outlive their step: nothing resets them before the next backward adds to them.
 
 In: one optimizer, when a window of blocks begins (after its step, or after a restore), when it is about to step, and
-its calls of ``zero_grad``. Out: whether it steps on gradients that were there when the window began, so that they are
-part of the state; whether those that are there now are zeros.
+calls of its ``zero_grad`` and of modules'. Out: whether it steps on gradients that were there when the window began, so
+that they are part of the state; whether those that are there now are zeros.
 
-Invariants: gradients count as reset where ``zero_grad`` of the optimizer was called in the window, or where none of
-them is the tensor that it was, and as carried everywhere else: of ``zero_grad(set_to_none=False)`` of a model, which
-nobody sees, that says too much, never too little. Nothing is read from a card.
+Invariants: gradients count as reset where ``zero_grad`` of the optimizer, or of a module that has all its parameters,
+was called in the window, or where none of them is the tensor that it was, and as carried everywhere else: of a loop
+that puts them to zero by hand that says too much, never too little. Nothing is read from a card.
 Known limit: a loop that puts a new tensor into ``.grad``, computed from the old one, before the next step is taken for
 one that resets.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from functools import wraps
 from itertools import chain
 from typing import Any
-from weakref import ref
+from weakref import WeakSet, ref
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -51,11 +53,17 @@ class CarriedGradients:
         @wraps(stock)  # trainers look at its parameters
         def zero_grad(*args: Any, **kwargs: Any) -> None:
             stock(*args, **kwargs)
-            self._was_reset = True
-            set_to_none = kwargs.get("set_to_none", args[0] if args else True)
-            self._zeros = [] if set_to_none else self._versions()
+            self._reset(kwargs.get("set_to_none", args[0] if args else True))
 
         self._optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+        _watch_modules()
+        _watched.add(self)
+
+    def reset_by(self, module: nn.Module, set_to_none: bool) -> None:
+        """``module.zero_grad`` was called."""
+        theirs = set(map(id, module.parameters()))
+        if all(id(each) in theirs for group in self._optimizer.param_groups for each in group["params"]):
+            self._reset(set_to_none)
 
     def begin(self) -> None:
         """A block begins: the first one of a window, unless one is open."""
@@ -89,6 +97,10 @@ class CarriedGradients:
         self.lost = lost
         self._zeros = self._versions() if zeros and not lost else []
 
+    def _reset(self, set_to_none: bool) -> None:
+        self._was_reset = True
+        self._zeros = [] if set_to_none else self._versions()
+
     def are_zeros(self) -> bool:
         """Whether all gradients that are there are known to be zeros."""
         if next(self._with_gradient(), None) is None:
@@ -103,6 +115,24 @@ class CarriedGradients:
         gradients: list[Any] = [each.grad for each in self._with_gradient()]
         # what is added to a DTensor in place counts in one of the two
         return [(g._version, g._local_tensor._version if type(g) is DTensor else 0) for g in gradients]
+
+
+_watched: WeakSet[CarriedGradients] = WeakSet()
+
+
+@functools.cache  # once
+def _watch_modules() -> None:
+    """By their class: a copy of a module that had a method of its own would reset the original's gradients."""
+    stock = nn.Module.zero_grad
+
+    @uncompiled
+    @functools.wraps(stock)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        stock(self, set_to_none)
+        for each in list(_watched):
+            each.reset_by(self, set_to_none)
+
+    nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def _mark(gradient: torch.Tensor | None) -> ref[torch.Tensor] | None:

@@ -24,6 +24,12 @@ def by_hand(model: nn.Module, _optimizer: Optimizer) -> None:
         parameter.grad = None
 
 
+def zeros_by_hand(model: nn.Module, _optimizer: Optimizer) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.zero_()
+
+
 def decay(model: nn.Module, _optimizer: Optimizer) -> None:
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -40,10 +46,12 @@ LOOPS: dict[str, tuple[Callable[[nn.Module, Optimizer], None], Callable[[nn.Modu
     "decaying": (decay, nothing, True, False),
     "decaying at the end": (nothing, decay, True, False),
     "half of the model": (half_of_it, nothing, True, False),
-    "model, to zeros: not seen": (lambda m, _: m.zero_grad(set_to_none=False), nothing, True, False),
+    "by hand, to zeros: not seen": (zeros_by_hand, nothing, True, False),
     "at the beginning": (lambda _, o: o.zero_grad(), nothing, False, False),
     "at the beginning, to zeros": (lambda _, o: o.zero_grad(False), nothing, False, False),
     "model, at the beginning": (lambda m, _: m.zero_grad(), nothing, False, False),
+    "model, at the beginning, to zeros": (lambda m, _: m.zero_grad(set_to_none=False), nothing, False, False),
+    "model, at the end, to zeros": (nothing, lambda m, _: m.zero_grad(False), False, True),
     "by hand": (by_hand, nothing, False, False),
     "at the end": (nothing, lambda _, o: o.zero_grad(), False, True),
     "at the end, to zeros": (nothing, lambda _, o: o.zero_grad(set_to_none=False), False, True),
