@@ -44,10 +44,9 @@ class Sentences:
         if kind == "lean":
             return str(fields["text"])
         if kind == "recovery":
-            return (
-                f"rank {rank} resumed step {fields['version'][1]} from {fields['source']}"
-                f" ({fields['steps_lost']} steps lost)"
-            )
+            lost = fields["steps_lost"]
+            step, source = fields["version"][1], fields["source"]
+            return f"rank {rank} resumed step {step} from {source} ({lost} step{'s' * (lost != 1)} lost)"
         return ""
 
 
