@@ -209,4 +209,4 @@ def test_doctor_looks_at_the_same_options_as_a_node() -> None:
     parser = argparse.ArgumentParser()
     doctor.add_commands(parser.add_subparsers())
     options = parser.parse_args(["doctor", "--contacts", "a:1", "--iface", "lo", "--bind", "x:1", "--key-file", "k"])
-    assert (options.contacts, options.iface, options.bind, options.key_file) == ("a:1", "lo", "x:1", "k")
+    assert (options.contacts, options.iface, options.bind, options.key_file) == ("a:1", "lo", "x:1", Path("k"))
