@@ -40,7 +40,16 @@ FOREIGN = {
     | {f"--rdzv-{name}" for name in ("backend", "conf", "endpoint", "id")},
     "accelerate launch": {"--machine_rank", "--main_process_ip", "--max_restarts", "--multi_gpu", "--rdzv_backend"}
     | {"--main_process_port", "--num_machines", "--num_processes", "--rdzv_conf"},
-    "scripts of the repository": {"--device", "--namespaces", "--out", "--share-cards", "--silent", "--steps"}
+    "scripts of the repository": {
+        "--checkpoint",
+        "--checkpoint-every",
+        "--device",
+        "--namespaces",
+        "--out",
+        "--share-cards",
+        "--silent",
+        "--steps",
+    }
     | {"--gpus", "--nodes", "--workers"},
 }
 OPTION = re.compile(r"(?<![\w-])--[a-z][a-z_-]*[a-z]")
