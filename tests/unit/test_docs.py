@@ -141,6 +141,23 @@ def test_docs_python_compiles(page: Path) -> None:
         ast.parse(block)
 
 
+def test_docs_diffs_import_what_is_public() -> None:
+    lines = re.findall(
+        r"^\+from (p2pstate[\w.]*) import (.+)$", (ROOT / "docs" / "trainers.md").read_text(), re.MULTILINE
+    )
+    assert {module for module, _ in lines} > {"p2pstate.data"}
+    for module, names in lines:
+        path = ROOT / module.replace(".", "/")
+        text = (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+        public = {
+            constant
+            for node in ast.parse(text).body
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+            for constant in ast.literal_eval(node.value)
+        }
+        assert set(names.split(", ")) <= public, module
+
+
 def test_docs_navigation_lists_every_page_once() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
     assert sorted(re.findall(r": (\S+\.md)$", nav, re.MULTILINE)) == [page.name for page in PAGES]
