@@ -23,6 +23,13 @@ ONLY_IN = {
     "torch": {"rendezvous/store.py", "rendezvous/torchrun.py"},
     "zmq": {"rendezvous/zmq_transport.py"},
 }
+# A clock that is set must neither end nor evict anybody: it names and stamps things, and nothing waits by it
+MAY_READ_WALL_CLOCK = {
+    *("rendezvous/node.py", "rendezvous/operator.py"),  # incarnations
+    *("p2pstate/agent/events.py", "p2pstate/agent/serving.py", "p2pstate/rounds.py"),  # events
+    *("p2pstate/observe/meter.py", "p2pstate/observe/alone.py"),
+    *("p2pstate/durable/writer.py", "p2pstate/data/chunks.py", "p2pstate/operator/command.py"),  # what is kept
+}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve"}
 FORBIDDEN_NAMES = {"recv_pyobj", "send_pyobj"}
 
@@ -146,6 +153,17 @@ def test_package_never_unpickles(package: str) -> None:
                 if node.attr in FORBIDDEN_NAMES or loads_torch:
                     wrong.append(f"{path}:{node.lineno} uses {ast.unparse(node)}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_wall_clock_is_read_only_in_named_files(package: str) -> None:
+    readers = {
+        path
+        for path, tree in sources(package).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("time.time", "time.time_ns", "datetime.now")
+    }
+    assert readers == {path for path in MAY_READ_WALL_CLOCK if path.startswith(package)}
 
 
 def test_rendezvous_never_imports_p2pstate() -> None:
