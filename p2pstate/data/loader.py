@@ -60,7 +60,8 @@ class _Kept:
 class Loader(torch.utils.data.DataLoader[Any]):
     """Takes the arguments of ``torch.utils.data.DataLoader``, with these differences and additions:
 
-    Iterating goes on at a position that was loaded, else begins the epoch; one that was left half way begins again.
+    Iterating goes on at a position that was loaded, else begins the epoch; one that was left half way begins again. A
+    data set that is empty, or with ``drop_last`` smaller than a batch, is an error.
 
     Args:
         num_workers: processes; by default up to 4, as many as there are cores for each rank of the node. They stay

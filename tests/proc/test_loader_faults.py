@@ -6,6 +6,7 @@ Sample indices and the bits of what their augmentation drew, at every delivery; 
 from __future__ import annotations
 
 import multiprocessing
+import random
 import runpy
 import shutil
 import signal
@@ -15,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from loader_epochs import loader_of, recorded
 
 from cluster import Cluster
 from outcome import compare, read_positions
@@ -23,26 +25,35 @@ DEADLINE_S = 150.0  # only a hang takes this long
 SCRIPT = str(Path(__file__).resolve().parent / "scripts" / "loader_epochs.py")
 STEPS_PER_EPOCH, NUM_EPOCHS = 6, 3  # of two ranks
 GLOBAL_BATCH = 4  # as in the script
+BITS = 4  # words of augmentation for each sample
 
 
-def start(folder: Path, out: Path, environ: dict[str, str], kills: Sequence[str], workers: int) -> Cluster:
-    arguments = ["--out", str(out), "--workers", str(workers), *(word for kill in kills for word in ("--kill", kill))]
+def start(
+    folder: Path, out: Path, environ: dict[str, str], kills: Sequence[str], workers: int, options: Sequence[str]
+) -> Cluster:
+    arguments = ["--out", str(out), "--workers", str(workers), *options]
+    arguments += [word for kill in kills for word in ("--kill", kill)]
     return Cluster(
         folder, [SCRIPT, *arguments], num_training=2, num_spares=int(bool(kills)), num_workers=1, environ=environ
     )
 
 
-def samples_by_step(out: Path, num_ranks: int) -> dict[int, dict[int, list[int]]]:
-    """Step -> index -> the bits of what its augmentation drew, of all ranks; of the last time it was delivered."""
-    found: dict[int, dict[int, list[int]]] = {}
-    size = GLOBAL_BATCH // num_ranks
+Samples = list[tuple[int, ...]]  # each an index, and the bits of what its augmentation drew
+
+
+def samples_of(positions: list[int]) -> Samples:
+    size = len(positions) // (1 + BITS)
+    return [(index, *positions[size + at * BITS :][:BITS]) for at, index in enumerate(positions[:size])]
+
+
+def samples_by_step(out: Path, num_ranks: int) -> dict[int, Samples]:
+    """Of all ranks together, in order of index; of the last time each step was done."""
+    found: dict[int, dict[int, Samples]] = {}
     for rank in range(num_ranks):
         for line in read_positions(out, rank)[0]:
             if "step" in line:
-                indices, bits = line["positions"][:size], line["positions"][size:]
-                of_step = {index: bits[at * 4 : at * 4 + 4] for at, index in enumerate(indices)}
-                found.setdefault(line["step"], {}).update(of_step)
-    return found
+                found.setdefault(line["step"], {})[rank] = samples_of(line["positions"])
+    return {step: sorted(each for of_rank in ranks.values() for each in of_rank) for step, ranks in found.items()}
 
 
 @pytest.mark.slow
@@ -81,26 +92,92 @@ def test_run_killed_as_a_whole_goes_on_from_disk_with_the_unfaulted_sequence_on_
     assert found == {step: expected[step] for step in found}
 
 
+def life(
+    folder: Path, chance: random.Random, num_ranks: int, options: Sequence[str], first_step: int, *, whole: bool
+) -> tuple[Cluster, list[str]]:
+    """A run with a few random kills, of which ``whole`` ends it; and what they are."""
+    steps = range(first_step + 1, STEPS_PER_EPOCH * NUM_EPOCHS)
+    num_nodes = min(2, num_ranks)
+    kinds = ["worker", "rank", "rank"] if num_ranks > 1 else ["worker"]
+    kills = [f"{chance.choice(steps)}:{chance.randrange(num_ranks)}:{chance.choice(kinds)}" for _ in range(3)]
+    if num_nodes > 1 and not whole:
+        kills.append(f"{chance.choice(steps)}:{chance.randrange(num_ranks)}:node")
+    arguments = [*options, "--workers", str(chance.choice([0, 1, 4]))]
+    cluster = Cluster(
+        folder,
+        [SCRIPT, *arguments, *(word for kill in kills for word in ("--kill", kill))],
+        num_training=num_nodes,
+        num_spares=int(num_nodes > 1),
+        num_workers=num_ranks // num_nodes,
+        environ={},
+    )
+    return cluster, [*arguments[-2:], *kills]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(8))
+def test_loader_of_runs_with_random_kills_and_sizes_delivers_the_unfaulted_sequence(seed: int, tmp_path: Path) -> None:
+    chance = random.Random(seed)
+    mixture = chance.random() < 0.5
+    whole = loader_of(0, 1, GLOBAL_BATCH, workers=0, mixture=mixture)
+    expected = {step: sorted(samples_of(recorded(*batch))) for step, batch in enumerate(whole, 1)}
+    assert len(expected) == STEPS_PER_EPOCH * NUM_EPOCHS
+    done, story = 0, [f"seed {seed}, mixture {mixture}"]
+    for number, num_ranks in enumerate(chance.choices([1, 2, 4], k=3)):
+        out, is_last = tmp_path / f"out{number}", number == 2
+        options = ["--out", str(out), "--checkpoint", str(tmp_path / "checkpoint"), "--pace", "0.1"]
+        options += ["--mixture"] if mixture else []
+        cluster, kills = life(tmp_path / f"life{number}", chance, num_ranks, options, done, whole=not is_last)
+        story.append(f"{num_ranks} ranks from about step {done}: {kills}")
+        killed_at = done + chance.randrange(2, 5)
+        with cluster:
+            deadline, seen = time.monotonic() + DEADLINE_S, 0
+            while cluster.running() and (is_last or seen < killed_at):
+                assert time.monotonic() < deadline, f"{story}\n{cluster.log_tails()}"
+                seen = max([seen, *(e["step"] for e in cluster.events.new() if e["event"] == "saved")])
+                time.sleep(0.02)
+            for name in list(cluster.nodes) if not is_last else []:
+                cluster.kill_node(name)
+            if is_last:
+                codes = sorted(code or 0 for code in cluster.exit_codes().values())
+                assert set(codes) <= {0, -signal.SIGKILL}, f"{story}\n{cluster.log_tails()}"
+                assert 0 in codes, f"{story}\n{cluster.log_tails()}"
+            done = seen
+        found = samples_by_step(out, num_ranks)
+        complete = {step: samples for step, samples in found.items() if len(samples) == GLOBAL_BATCH}
+        assert complete, story
+        assert complete == {step: expected[step] for step in complete}, story
+        for rank in range(num_ranks):  # every delivery, of discarded steps as well
+            for line in read_positions(out, rank)[0]:
+                assert set(samples_of(line["positions"])) <= set(expected[line.get("step") or line["delivered"]]), story
+    assert max(complete) == STEPS_PER_EPOCH * NUM_EPOCHS, story
+    assert sorted(complete) == list(range(min(complete), max(complete) + 1)), story
+
+
 def run_script(arguments: list[str]) -> None:
     sys.argv = [SCRIPT, *arguments]
     runpy.run_path(SCRIPT, run_name="__main__")
 
 
 @pytest.mark.parametrize(
-    ("workers", "kills"),
+    ("workers", "options", "kills"),
     [
         # in the first, second and last epoch; twice in one epoch; at an epoch's first and last step
-        (1, ("2:0:worker", "3:1:rank", "6:0:rank", "7:1:rank", "9:1:worker", "9:0:rank", "15:1:node", "18:0:worker")),
-        (0, ("4:1:rank", "8:0:node")),
+        (
+            1,
+            (),
+            ("2:0:worker", "3:1:rank", "6:0:rank", "7:1:rank", "9:1:worker", "9:0:rank", "15:1:node", "18:0:worker"),
+        ),
+        (0, ("--mixture",), ("4:1:rank", "8:0:node")),
     ],
 )
 def test_loader_of_killed_ranks_nodes_and_workers_delivers_the_unfaulted_sequence(
-    workers: int, kills: Sequence[str], tmp_path: Path, fork_server: dict[str, str]
+    workers: int, options: Sequence[str], kills: Sequence[str], tmp_path: Path, fork_server: dict[str, str]
 ) -> None:
     undisturbed, faulted = tmp_path / "undisturbed", tmp_path / "faulted"
     with (
-        start(tmp_path / "a", undisturbed, fork_server, (), 1 - workers) as without,
-        start(tmp_path / "b", faulted, fork_server, kills, workers) as with_kills,
+        start(tmp_path / "a", undisturbed, fork_server, (), 1 - workers, options) as without,
+        start(tmp_path / "b", faulted, fork_server, kills, workers, options) as with_kills,
     ):
         deadline = time.monotonic() + DEADLINE_S
         while without.running() or with_kills.running():

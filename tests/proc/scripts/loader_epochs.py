@@ -1,7 +1,7 @@
 """Several epochs of augmented samples with p2pstate.data.Loader. Run under p2prun, or alone, saving for itself.
 
-In: ``--out FOLDER --workers N [--checkpoint FOLDER] [--kill STEP:RANK:WHAT ...]``, WHAT being rank, node or worker (of
-the rank's loader).
+In: ``--out FOLDER --workers N [--mixture] [--checkpoint FOLDER] [--kill STEP:RANK:WHAT ...]``, WHAT being rank, node or
+worker (of the rank's loader). With ``--mixture`` the samples are those of three sources, in proportion to weights.
 Out, in the folder: what examples/outcome.py compares; positions are the indices of the samples and the bits of what
 their augmentation drew. Each kill happens once: a marker file says so. The step writes over its batch when it is done.
 
@@ -31,10 +31,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 import p2pstate
 from outcome import Recorder, save_final_state
-from p2pstate.data import Loader, Sampler, Shuffled
+from p2pstate.data import Loader, Mixture, Sampler, Shuffled
 
 NUM_SAMPLES, GLOBAL_BATCH, EPOCHS = 23, 4, 3
 BATCH_ALONE = 2
+SOURCES, WEIGHTS = (13, 7, 3), (2, 1, 1)  # of a mixture; the smallest comes more than once in an epoch
 CHECKPOINT_EVERY = 2
 
 
@@ -72,14 +73,19 @@ class Kills:
                 os.kill(pid, signal.SIGKILL)
 
 
+def loader_of(rank: int, num_ranks: int, batch_size: int, *, workers: int, mixture: bool) -> Loader:
+    order = Mixture(SOURCES, WEIGHTS, seed=7) if mixture else Shuffled(NUM_SAMPLES, seed=7)
+    sampler = Sampler(order, batch_size, rank=rank, num_ranks=num_ranks, tail="pad")
+    return Loader(Augmented(), batch_sampler=sampler, num_workers=workers, seed=7, epochs=EPOCHS)
+
+
 def build(
     options: argparse.Namespace, rank: int, num_ranks: int, batch_size: int
 ) -> tuple[nn.Module, torch.optim.Optimizer, Loader]:
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.2), nn.Linear(8, 1)).double()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    sampler = Sampler(Shuffled(NUM_SAMPLES, seed=7), batch_size, rank=rank, num_ranks=num_ranks, tail="pad")
-    loader = Loader(Augmented(), batch_sampler=sampler, num_workers=options.workers, seed=7, epochs=EPOCHS)
+    loader = loader_of(rank, num_ranks, batch_size, workers=options.workers, mixture=options.mixture)
     for seed in (random.seed, np.random.seed, torch.manual_seed):
         seed(rank)
     return model, optimizer, loader
@@ -146,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workers", type=int, required=True)
+    parser.add_argument("--mixture", action="store_true")
     parser.add_argument("--checkpoint", type=Path)
     parser.add_argument("--pace", type=float, default=0.0, metavar="SECONDS", help="of rest after each step")
     parser.add_argument("--kill", action="append", default=[], metavar="STEP:RANK:WHAT")
