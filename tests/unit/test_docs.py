@@ -29,6 +29,7 @@ OF_P2PRUN = ("witness", *OPERATING)
 ACCELERATE = "main_process_ip machine_rank max_restarts multi_gpu num_machines num_processes rdzv_backend rdzv_conf"
 # Options of other programs, which the pages speak of.
 FOREIGN = {
+    "ray": {"--head", "--num-cpus"},
     "accelerate": {f"--{name}" for name in ACCELERATE.split()},
     "docker": {"--build-arg"},
     "mypy": {"--strict"},
