@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from functools import wraps
 from itertools import chain
 from typing import Any
 from weakref import WeakSet, ref
@@ -50,7 +49,7 @@ class CarriedGradients:
         stock = self._optimizer.zero_grad
 
         @uncompiled
-        @wraps(stock)  # trainers look at its parameters
+        @functools.wraps(stock)  # trainers look at its parameters
         def zero_grad(*args: Any, **kwargs: Any) -> None:
             stock(*args, **kwargs)
             self._reset(kwargs.get("set_to_none", args[0] if args else True))
