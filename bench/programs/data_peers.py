@@ -1,4 +1,5 @@
-"""Other loaders on the same local tokens, as far as they are installed: torchdata, litdata, MosaicML streaming.
+"""Other loaders on the same local tokens, as far as they are installed: torchdata, litdata (extra bench-data), MosaicML
+streaming.
 
 In: token files, a folder for those that need a format of their own. Out: by name, a function that makes an iterable of
 batches, begun at a batch, and the packages that are missing.

@@ -106,6 +106,9 @@ def _check(inputs: Sequence[Path], output: Path, dtype: str) -> None:
         raise ValueError(f"{output}: token files are named .bin")
     if not output.parent.is_dir():
         raise ValueError(f"{output}: there is no folder {output.parent}")
+    for path in inputs:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no regular file: give files; what comes through a pipe, write to one before")
     if any(path.exists() and output.exists() and path.samefile(output) for path in inputs):
         raise ValueError(f"{output} is an input, too: give the output another name")
     if dtype not in DTYPES:

@@ -320,3 +320,10 @@ def test_pack_tokenizer_is_named_by_module_and_function() -> None:
     for name, sentence in (("json", "name it module:function"), ("json:decoder", "cannot be called")):
         with pytest.raises(ValueError, match=sentence):
             load_tokenizer(name)
+
+
+def test_pack_of_a_pipe_or_a_folder_says_what_it_takes(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path):
+        with pytest.raises(ValueError, match="is no regular file: give files"):
+            pack([path], tmp_path / "o.bin", bytes_of)
