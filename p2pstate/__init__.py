@@ -96,6 +96,7 @@ Layout, from the top down (a file imports only what stands above it):
     worker/link.py          the line to the agent
     worker/farewell.py      a worker that is asked to go
     worker/context.py       this worker's place in the run
+    worker/start_journal.py  what collectives returned at the start, sent to the agent
     unprotected.py          optimizers that step where nothing keeps what they change
     footprint.py            how much of the live state is unique
     description.py          pure: what is protected, where, and what the loss of a node does
@@ -144,6 +145,7 @@ Layout, from the top down (a file imports only what stands above it):
     loop_end.py             all ranks leave at one step
     departure.py            one that is asked to go
     counting.py             steps, where several loops follow each other
+    blocks.py               one block after the other
     steps.py                the loop
     data/shuffle_buffer.py  samples that a data set's state leaves out
     replicator.py           the public object

@@ -1,6 +1,6 @@
 """One block of the training loop: what ``with state.step() as step`` binds.
 
-In: where the user wrote it. Out: what became of it, for the code after it. The owner (see steps.py) does all the work.
+In: where the user wrote it. Out: what became of it, for the code after it. The owner (see blocks.py) does all the work.
 """
 
 from __future__ import annotations

@@ -42,12 +42,12 @@ class LoopPosition:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.iterating = bool(state["iterating"])
-        self.num_batches = state.get("num_batches", 0)  # versions before 0.1 had none
+        self.num_batches = state["num_batches"]
 
     @staticmethod
     def ends_in(state: dict[str, Any], since: int) -> LoopEnds:
         """Of a captured position that was read in round ``since``."""
-        num, *steps = state.get("ends", [0])
+        num, *steps = state["ends"]
         return LoopEnds(since, num, tuple(steps))
 
 

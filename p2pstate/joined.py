@@ -1,7 +1,7 @@
-"""How the joining of a round ends: joined, to be tried again, to be started over, or lost.
+"""The joining of a round: one attempt, and how it ends: joined, to be tried again, to be started over, or lost.
 
-In: what is known at the end. Out: values and exceptions that recover.py and rounds.py speak in, and the last meeting of
-all ranks.
+In: the round, and this process in it; what is known at the end. Out: values and exceptions that recover.py and
+rounds.py speak in, and the last meeting of all ranks.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError, ReduceOp
 
 from p2pstate.errors import P2PStateError, Retryable
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.waiting import wait_collective
 from p2pstate.observe.meter import METER
-from p2pstate.plan_recovery import StartOver
-from p2pstate.types import NO_ENDS, LoopEnds, Version
+from p2pstate.plan_recovery import RankReport, StartOver
+from p2pstate.state import TrainingState
+from p2pstate.trace import Row
+from p2pstate.types import NO_ENDS, LoopEnds, RoundInfo, Version
+from p2pstate.worker.link import Link
 
-__all__ = ["ROUND_FAILED", "Joined", "LostError", "MustStartOver", "OtherLoop", "Phases", "all_done"]
+__all__ = ["ROUND_FAILED", "Attempt", "Joined", "LostError", "MustStartOver", "OtherLoop", "Phases", "all_done"]
 
 ROUND_FAILED = (Retryable, DistStoreError, RuntimeError)  # what recover.join raises when another round has to be joined
 
@@ -62,6 +66,33 @@ class Phases:
                 yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - began
+
+
+@dataclass(slots=True)
+class Attempt:
+    """This process, with the state ``state``, on its way into round ``info``. ``report``: what it says of itself;
+    ``phases``, ``row``: how far it is, for the record and for its agent to read; ``num_moves``: how often all ranks
+    have moved on to another training loop in this round. ``store``: what the ranks tell each other, since then."""
+
+    info: RoundInfo
+    link: Link
+    registry: Registry
+    state: TrainingState
+    report: RankReport
+    phases: Phases
+    row: Row
+    num_moves: int = 0
+    store: Store = field(init=False)
+
+    def __post_init__(self) -> None:
+        assert self.registry.make_store is not None
+        self.store = self.registry.make_store(self.info.epoch)
+        if self.num_moves:
+            self.store = PrefixStore(f"moved/{self.num_moves}", self.store)
+
+    def is_over(self) -> bool:
+        """The round was given up meanwhile."""
+        return self.link.is_aborted(self.info.epoch)
 
 
 @dataclass(frozen=True, slots=True)

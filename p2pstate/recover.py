@@ -11,21 +11,20 @@ this round; the process's collectives go on echoing until the caller connects th
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 import msgpack
 import torch
-from torch._C._distributed_c10d import PrefixStore, Store
 
 from p2pstate.errors import ConfigError, Retryable
 from p2pstate.groups.registry import Registry
 from p2pstate.groups.transport import Incoming, Outgoing, Payload
 from p2pstate.groups.waiting import call
 from p2pstate.image_format import is_image_of, read_image
-from p2pstate.joined import Joined, LostError, MustStartOver, Phases, all_done
+from p2pstate.joined import Attempt, Joined, LostError, MustStartOver, all_done
 from p2pstate.live_body import memory_of
 from p2pstate.loops import check_meeting, check_version, without_loop
 from p2pstate.plan_recovery import (
@@ -42,30 +41,15 @@ from p2pstate.resume import Disk
 from p2pstate.settings import Asked
 from p2pstate.slots import Slot, digest_of
 from p2pstate.state import TrainingState
-from p2pstate.trace import Row
-from p2pstate.types import RoundInfo, SlotRecord, Start, Version
+from p2pstate.types import SlotRecord, Start, Version
 from p2pstate.worker.link import Link
 
 __all__ = ["join"]
 
 
-def join(
-    info: RoundInfo,
-    link: Link,
-    registry: Registry,
-    state: TrainingState,
-    report: RankReport,
-    asked: Asked,
-    phases: Phases,
-    row: Row,
-    *,
-    timeout_s: float,
-    connected: bool,
-    disk: Disk | None = None,
-    num_moves: int = 0,
-) -> Joined:
-    """Bring this process into ``info``; ``connected``: its groups have this round's connections already; ``row`` shows
-    the agent what all ranks do together; ``num_moves``: how often all have moved on to another loop in this round.
+def join(attempt: Attempt, asked: Asked, disk: Disk | None, *, connected: bool, timeout_s: float) -> Joined:
+    """Bring this process into the round of ``attempt``; ``connected``: its groups have the round's connections already;
+    ``timeout_s``: how long the ranks wait for each other.
 
     Raises MustStartOver when no version can be resumed in place, LostError when there is none any more, neither in
     memory nor on ``disk``, NotFinite when all go back behind a step and there is no checkpoint from before; ConfigError
@@ -73,33 +57,27 @@ def join(
     loop that this process has yet to come to; Retryable, DistStoreError or RuntimeError when the round ends or a member
     fails meanwhile: join the next round then.
     """
-    assert registry.make_store is not None
-    store = registry.make_store(info.epoch)
-    if num_moves:
-        store = PrefixStore(f"moved/{num_moves}", store)
-
-    def is_over() -> bool:
-        return link.is_aborted(info.epoch)
-
+    info, report, registry = attempt.info, attempt.report, attempt.registry
+    phases, row = attempt.phases, attempt.row
     row.begin(info.epoch)
     with phases.phase("spare"), row.inside("meet"):
-        met = _meet(store, info, report, asked, timeout_s)
+        met = _meet(attempt, asked, timeout_s)
     reports = met.reports
     ends = max([info.ends, *(each.ends for each in reports.values())])
     check_meeting(report, reports, ends)
     with phases.phase("groups"), row.inside("connect"):
         if not connected:
-            registry.attach(call(lambda: registry.build(info.epoch), is_over, "connecting"))
-    on_disk = None if disk is None else DiskRecovery(disk, store, info, registry, state, report, reports, phases)
+            registry.attach(call(lambda: registry.build(info.epoch), attempt.is_over, "connecting"))
+    on_disk = None if disk is None else DiskRecovery(disk, attempt, reports)
     spoilt_step = max(each.spoilt_step for each in reports.values())
     if spoilt_step:
         assert on_disk is not None, "settings that ask for it name a directory"
         return met.complete(on_disk.behind(spoilt_step, asked.settings.nan_rollback))
-    slots = _LocalSlots(link)
+    slots = _LocalSlots(attempt.link)
     ended_at = min((each.ended_at for each in reports.values() if each.ended_at >= 0), default=None)
     try:
         with row.inside("plan"):
-            plan = _agree(store, info, link, report.rank, reports, asked.settings.copies - met.lean, slots, phases)
+            plan = _agree(attempt, reports, slots, num_losses=asked.settings.copies - met.lean)
         step = plan.version.step
         check_version(report, reports, ends, ends.loop_of(step), step, info.epoch)
     except (LostError, MustStartOver) as error:
@@ -110,12 +88,7 @@ def join(
         if ended_at == 0:
             raise without_loop(error, info.epoch, report.loop, ends) from None
         raise
-    with phases.phase("pull"), row.inside("pull"):
-        images = call(lambda: _move(plan, report.rank, slots, registry), is_over, "pulling")
-    with phases.phase("restore"):
-        _restore(state, images)
-        with row.inside("confirm"):
-            all_done(registry, is_over)
+    _carry_out(plan, attempt, slots)
     source, num_bytes = _source(plan, report)
     end_step = step if step in ends.left else ended_at
     resumed = ends.resumed(info.epoch, step)
@@ -138,11 +111,12 @@ class _Met:
         return replace(joined, lean=self.lean, sizes_of_all=self.sizes_of_all, replicas=self.replicas)
 
 
-def _meet(store: Store, info: RoundInfo, report: RankReport, asked: Asked, timeout_s: float) -> _Met:
+def _meet(attempt: Attempt, asked: Asked, timeout_s: float) -> _Met:
     """Wait until every rank has stopped what it did before: from here on no slot changes."""
+    store, report = attempt.store, attempt.report
     said = [asked.settings.pack(), asked.sizes, [asked.lean, asked.why_not_full], asked.replicas]
     store.set(f"join/{report.rank}", msgpack.packb([report.pack(), *said]))
-    keys = [f"join/{rank}" for rank in range(info.world_size)]
+    keys = [f"join/{rank}" for rank in range(attempt.info.world_size)]
     store.wait(keys, timedelta(seconds=timeout_s))
     reports: dict[int, RankReport] = {}
     modes, sizes, replicas = [], [], []
@@ -176,17 +150,13 @@ def _mode(modes: Sequence[tuple[bool | None, str]], asked_for: bool) -> bool:
     return known[0] if known else asked_for or any(why_not for _, why_not in modes)
 
 
-def _agree(
-    store: Store,
-    info: RoundInfo,
-    link: Link,
-    rank: int,
-    reports: dict[int, RankReport],
-    num_losses: int,
-    slots: _LocalSlots,
-    phases: Phases,
-) -> Plan:
-    me = info.workers[rank]
+def _agree(attempt: Attempt, reports: Mapping[int, RankReport], slots: _LocalSlots, *, num_losses: int) -> Plan:
+    """The newest version of which every copy that is to be used was found good, by the rank that is to read it.
+
+    Raises MustStartOver or LostError, on all ranks alike, where the plan says so.
+    """
+    store, info, link = attempt.store, attempt.info, attempt.link
+    me = info.workers[attempt.report.rank]
     nodes = sorted({worker.node for worker in info.workers})
     if me.local_rank == 0:
         records, lineage = link.inventory()
@@ -197,21 +167,21 @@ def _agree(
         records += [SlotRecord.unpack(raw) for raw in packed]
         turns += [Lineage(epoch, Version(*version)) for epoch, version in lineage]
     corrupt: frozenset[tuple[str, int]] = frozenset()
-    for attempt in range(len(records) + 1):
+    for number in range(len(records) + 1):
         plan = plan_recovery(info, reports, records, turns, corrupt, num_losses=num_losses)
         if isinstance(plan, StartOver):
             raise MustStartOver(plan)
         if isinstance(plan, StateLost):
             raise LostError(plan.reason)
-        with phases.phase("verify"):
+        with attempt.phases.phase("verify"):
             bad = _verify(slots, plan, me.rank, me.node)
             for node, slot in bad:  # said before others know: what they conclude may end the run
                 link.send("event", kind="corrupt", node=node, slot=slot)
-            store.set(f"verified/{attempt}/{me.rank}", msgpack.packb(sorted(bad)))
+            store.set(f"verified/{number}/{me.rank}", msgpack.packb(sorted(bad)))
             found = frozenset(
                 (node, slot)
                 for rank in range(info.world_size)
-                for node, slot in msgpack.unpackb(store.get(f"verified/{attempt}/{rank}"))
+                for node, slot in msgpack.unpackb(store.get(f"verified/{number}/{rank}"))
             )
         if not found:
             return plan
@@ -256,6 +226,16 @@ class _LocalSlots:
                 raise Retryable(f"slot {fetch.slot} of {fetch.node} is smaller than what it is said to hold")
             body = self._bodies[fetch.slot] = torch.frombuffer(slot.body(fetch.num_bytes), dtype=torch.uint8)
         return body
+
+
+def _carry_out(plan: Plan, attempt: Attempt, slots: _LocalSlots) -> None:
+    """Returns when every rank has restored the version of ``plan``."""
+    with attempt.phases.phase("pull"), attempt.row.inside("pull"):
+        images = call(lambda: _move(plan, attempt.report.rank, slots, attempt.registry), attempt.is_over, "pulling")
+    with attempt.phases.phase("restore"):
+        _restore(attempt.state, images)
+        with attempt.row.inside("confirm"):
+            all_done(attempt.registry, attempt.is_over)
 
 
 def _move(plan: Plan, rank: int, slots: _LocalSlots, registry: Registry) -> list[torch.Tensor]:

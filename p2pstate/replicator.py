@@ -25,7 +25,7 @@ from p2pstate.data.shuffle_buffer import loses_samples
 from p2pstate.description import Description, describe, leaf_groups
 from p2pstate.durable.remote import is_url, local_path
 from p2pstate.errors import ConfigError
-from p2pstate.feed import LoopPosition
+from p2pstate.feed import Feed, LoopPosition
 from p2pstate.footprint import memory_need
 from p2pstate.groups.group import P2PGroup
 from p2pstate.groups.registry import REGISTRY
@@ -40,7 +40,7 @@ from p2pstate.resume import Disk
 from p2pstate.settings import CheckpointPolicy, Settings
 from p2pstate.state import TrainingState, free_name, is_generator, with_inner
 from p2pstate.stats import ProtectionStats
-from p2pstate.steps import Loop
+from p2pstate.steps import Loop, Timeouts
 from p2pstate.worker.context import WorkerContext, current
 
 __all__ = ["Replicator"]
@@ -165,13 +165,9 @@ class Replicator:
             context,
             state,
             models,
-            data,
-            position,
+            Feed(data, position),
             protection,
-            recovery_timeout_s=recovery_timeout_s,
-            on_nan=on_nan,
-            vote_timeout_s=group.timeout.total_seconds(),
-            save_timeout_s=checkpoint_timeout_s,
+            Timeouts(vote_s=group.timeout.total_seconds(), recovery_s=recovery_timeout_s, save_s=checkpoint_timeout_s),
             disk=Disk(policy, context.link, context.rank, recovery_timeout_s) if policy is not None else None,
         )
         for component in components:
@@ -229,7 +225,7 @@ class Replicator:
         seconds by category, step time, protected lag, recoveries. ``p2pstate.integrations`` has TensorBoard and MLflow;
         any function with these two arguments will do. One that raises is left out, with a warning."""
         if self._context.rank == 0:
-            self._loop.reports.tracking.add(tracker, every)
+            self._loop.track(tracker, every)
 
     @property
     def rehearsing(self) -> bool:

@@ -16,7 +16,7 @@ from p2pstate.errors import NotFinite
 from p2pstate.groups.gate import all_say
 from p2pstate.groups.registry import REGISTRY
 from p2pstate.groups.status import STATUS
-from p2pstate.joined import ROUND_FAILED, Joined, LostError, MustStartOver, OtherLoop, Phases
+from p2pstate.joined import ROUND_FAILED, Attempt, Joined, LostError, MustStartOver, OtherLoop, Phases
 from p2pstate.observe.meter import METER
 from p2pstate.plan_recovery import RankReport
 from p2pstate.protection import Protection
@@ -148,38 +148,13 @@ class Rounds:
                 return joined
 
     def _try_to_join(self, info: RoundInfo, report: RankReport, phases: Phases, *, connected: bool) -> Joined | None:
+        """None: this process has told its agent what stands in the way, and waits for the next round."""
         link, context = self._link, self._context
         context.joining = True
         try:
-            asked = Asked(
-                settings=self._protection.settings,
-                sizes=context.sizes,
-                lean=context.lean,
-                why_not_full=context.why_not_full,
-                replicas=self._protection.replicas.pack(),
-            )
-            joined = join(
-                info,
-                link,
-                REGISTRY,
-                self._state,
-                report,
-                asked,
-                phases,
-                STATUS.trace.row(JOIN),
-                timeout_s=self._recovery_timeout_s,
-                connected=connected,
-                disk=self._disk,
-                num_moves=context.num_moves,
-            )
+            joined = self._join(info, report, phases, connected=connected)
         except OtherLoop as error:
-            if not error.together:
-                link.send("error", epoch=info.epoch, text=f"rank {context.rank} has to wait: {error}")
-                raise
-            context.info = info
-            context.num_moves += 1
-            context.restore = True
-            self._connected()
+            self._go_to_other_loop(info, error)
             raise
         except MustStartOver as error:
             self._start_over(info, error.decision.start, error.decision.reason, error.ends)
@@ -187,8 +162,7 @@ class Rounds:
             if report.newcomer:
                 raise
             # Such as parts that the model got after the version: a process of its own begins without them.
-            reason = f"{error}: all workers start again"
-            self._start_over(info, Start.RESTART, reason)
+            self._start_over(info, Start.RESTART, f"{error}: all workers start again")
         except NotFinite as error:
             print(f"p2pstate: {error}", file=sys.stderr)
             context.leave(str(error), code=1, innocent=False)
@@ -198,15 +172,52 @@ class Rounds:
             if not link.is_aborted(info.epoch):
                 link.send("error", epoch=info.epoch, text=f"joining failed: {error}")
         else:
-            context.info, context.ends = info, joined.ends
-            context.lean, context.sizes_of_all = joined.lean, joined.sizes_of_all
-            context.tell_copies()
-            self._protection.replicas.adopt(joined.replicas)
-            link.send("resumed", epoch=info.epoch, version=list(joined.version), ends=joined.ends.pack())
+            self._adopt(info, joined)
             return joined
         finally:
             context.joining = False
         return None
+
+    def _join(self, info: RoundInfo, report: RankReport, phases: Phases, *, connected: bool) -> Joined:
+        context = self._context
+        attempt = Attempt(
+            info,
+            self._link,
+            REGISTRY,
+            self._state,
+            report,
+            phases,
+            STATUS.trace.row(JOIN),
+            context.num_moves,
+        )
+        asked = Asked(
+            settings=self._protection.settings,
+            sizes=context.sizes,
+            lean=context.lean,
+            why_not_full=context.why_not_full,
+            replicas=self._protection.replicas.pack(),
+        )
+        return join(attempt, asked, self._disk, connected=connected, timeout_s=self._recovery_timeout_s)
+
+    def _adopt(self, info: RoundInfo, joined: Joined) -> None:
+        """What the round has settled holds for this process from now on."""
+        context = self._context
+        context.info, context.ends = info, joined.ends
+        context.lean, context.sizes_of_all = joined.lean, joined.sizes_of_all
+        context.tell_copies()
+        self._protection.replicas.adopt(joined.replicas)
+        self._link.send("resumed", epoch=info.epoch, version=list(joined.version), ends=joined.ends.pack())
+
+    def _go_to_other_loop(self, info: RoundInfo, error: OtherLoop) -> None:
+        """This process does, and the round has to wait for it; or all ranks do, over the connections there are."""
+        context = self._context
+        if not error.together:
+            self._link.send("error", epoch=info.epoch, text=f"rank {context.rank} has to wait: {error}")
+            return
+        context.info = info
+        context.num_moves += 1
+        context.restore = True
+        self._connected()
 
     def _start_over(self, info: RoundInfo, start: str, reason: str, ends: LoopEnds = NO_ENDS) -> None:
         self._link.send("start_over", epoch=info.epoch, start=start, reason=reason, ends=ends.pack())

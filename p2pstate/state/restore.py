@@ -9,7 +9,7 @@ Known limit: an object whose own ``load_state_dict`` raises leaves a half restor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 
 from p2pstate.state import quantised, rng
-from p2pstate.state.buffers import BufferShapes
+from p2pstate.state.buffers import BufferShapes, ParameterRefit, Refit
 from p2pstate.state.collecting import Collector
 from p2pstate.state.errors import LeafError
 from p2pstate.state.holders import current_world
 from p2pstate.state.leaves import Holders, Leaf, write_into
 from p2pstate.state.naming import ModelNames
 from p2pstate.state.objects import apply_extra, plan_extra, restore_object
-from p2pstate.state.optimizers import OptimizerState
+from p2pstate.state.optimizers import OptimizerState, PlannedOptimizer
 from p2pstate.state.rebuilding import Rebuilder, references
 from p2pstate.state.reducers import awaited_backward
 
@@ -45,59 +45,90 @@ class Live:
     rng: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """All that is to be written, checked. ``in_models``: live parameters and buffers; ``rebuilder``: what belongs into
+    tensors and generators that stay; one of ``optimizers`` for each optimizer, in their order."""
+
+    in_models: Mapping[str, torch.Tensor]
+    rebuilder: Rebuilder
+    refits: Sequence[Refit | ParameterRefit]
+    optimizers: Sequence[PlannedOptimizer]
+    extra: Mapping[str, Any]
+
+
 def restore(live: Live, shapes: BufferShapes, tensors: Mapping[str, torch.Tensor], saved: Any) -> None:
     """Writes ``tensors`` and the decoded values ``saved`` into ``live``. LeafError if they differ."""
+    plan = _plan(live, shapes, tensors, saved)
+    _write_tensors(plan, tensors)
+    for refit in plan.refits:
+        refit.apply()
+    shapes.inherit(saved["changed_buffers"])
+    for optimizer, its_plan in zip(live.optimizers, plan.optimizers, strict=True):
+        optimizer.apply(its_plan)
+    _write_modules(live, plan, saved)
+    for name, thing in live.objects.items():
+        restore_object(plan.rebuilder, name, thing, saved["objects"][name])
+    if live.extra is not None:
+        apply_extra(live.extra, plan.extra)
+    if live.rng:
+        rng.restore(saved["rng"])
+
+
+def _plan(live: Live, shapes: BufferShapes, tensors: Mapping[str, torch.Tensor], saved: Any) -> _Plan:
+    """Changes nothing, but that FSDP2's parameters are sharded again. LeafError as :func:`restore` has it."""
     _check_sections(live, saved)
     for model in live.models:
         model.reshard()
     named: dict[int, tuple[str, Holders]] = {}
-    parameters: dict[str, torch.Tensor] = {}
-    modules = Collector(current_world().own)
+    in_models: dict[str, torch.Tensor] = {}
+    collector = Collector(current_world().own)
     for model in live.models:
         for name, tensor, holders in model.tensors():
             named[id(tensor)] = (name, holders)
-            parameters[name] = tensor
-            modules.add(name, tensor, holders)
+            in_models[name] = tensor
+            collector.add(name, tensor, holders)
     for optimizer in live.optimizers:
         optimizer.check(saved["optimizers"][optimizer.prefix], named)
     refits = shapes.plan(tensors, saved["changed_buffers"], saved["deleted_buffers"])
     refitted = {refit.name for refit in refits}
-    fixed = [leaf for leaf in modules.leaves if leaf.name not in refitted]
+    fixed = [leaf for leaf in collector.leaves if leaf.name not in refitted]
     _check_names(fixed, {name: value for name, value in tensors.items() if name not in refitted}, saved)
-    rebuilder = Rebuilder(tensors, lambda: _all_live(live, parameters), parameters)
+    rebuilder = Rebuilder(tensors, lambda: _all_live(live, in_models), in_models)
     rebuilder.copies += [(leaf.tensor, tensors[leaf.name]) for leaf in fixed]
-    planned = [o.plan(saved["optimizers"][o.prefix], parameters, rebuilder) for o in live.optimizers]
-    extra = plan_extra(rebuilder, live.extra, saved["extra"]) if live.extra is not None else {}
+    return _Plan(
+        in_models,
+        rebuilder,
+        refits,
+        [each.plan(saved["optimizers"][each.prefix], in_models, rebuilder) for each in live.optimizers],
+        plan_extra(rebuilder, live.extra, saved["extra"]) if live.extra is not None else {},
+    )
 
-    for target, value in rebuilder.copies:
+
+def _write_tensors(plan: _Plan, tensors: Mapping[str, torch.Tensor]) -> None:
+    """What keeps its memory, and the states of generators."""
+    for target, value in plan.rebuilder.copies:
         write_into(target, value)
-    held = [(name, tensor) for name, tensor in parameters.items() if tensor.is_quantized]
-    for name, tensor in (*rebuilder.quantised, *held):
+    quantised_in_models = [(name, tensor) for name, tensor in plan.in_models.items() if tensor.is_quantized]
+    for name, tensor in (*plan.rebuilder.quantised, *quantised_in_models):
         quantised.copy_into(tensor, name, tensors)
-    for generator, state, name in rebuilder.generators:
+    for generator, state, name in plan.rebuilder.generators:
         rng.set_generator_state(generator, state, name)
-    for refit in refits:
-        refit.apply()
-    shapes.inherit(saved["changed_buffers"])
-    for optimizer, its_plan in zip(live.optimizers, planned, strict=True):
-        optimizer.apply(its_plan)
+
+
+def _write_modules(live: Live, plan: _Plan, saved: Any) -> None:
+    """What modules have besides their tensors: extra state, what DDP remembers, what is frozen, training or not."""
     for name, module in (item for model in live.models for item in model.extra_state_modules()):
-        module.set_extra_state(rebuilder.tree(saved["extra_state"][name], None, name, None))
+        module.set_extra_state(plan.rebuilder.tree(saved["extra_state"][name], None, name, None))
     for name, wrapper in (item for model in live.models for item in model.data_parallel_modules()):
         wrapper.require_forward_param_sync = saved["forward_sync"][name]
-        awaited_backward(wrapper).restore(wrapper, name in saved.get("awaiting_backward", ()))
+        awaited_backward(wrapper).restore(wrapper, name in saved["awaiting_backward"])
     frozen, evaluating = set(saved["frozen"]), set(saved["evaluating"])
-    for name, tensor in parameters.items():
+    for name, tensor in plan.in_models.items():
         if isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad == (name in frozen):
             tensor.requires_grad_(name not in frozen)
     for name, module in (item for model in live.models for item in model.modules()):
         module.training = name not in evaluating
-    for name, thing in live.objects.items():
-        restore_object(rebuilder, name, thing, saved["objects"][name])
-    if live.extra is not None:
-        apply_extra(live.extra, extra)
-    if live.rng:
-        rng.restore(saved["rng"])
 
 
 def _all_live(live: Live, parameters: Mapping[str, torch.Tensor]) -> Iterator[Any]:
@@ -130,6 +161,7 @@ def _check_structure(saved: Any) -> None:
     sections: dict[str, Any] = {
         "extra_state": dict,
         "forward_sync": dict,
+        "awaiting_backward": list,
         "frozen": list,
         "evaluating": list,
         "changed_buffers": list,
