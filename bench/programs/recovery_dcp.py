@@ -14,11 +14,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import numpy as np
-import psutil
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from recovery_events import Events, arguments
+from recovery_events import Events, arguments, process_age_s
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from text_data import StdlibText, TextLoader
@@ -75,13 +74,13 @@ class Checkpoints:
 
 
 def main() -> None:
-    phases = {"import": time.time() - psutil.Process().create_time()}
+    phases = {"import": process_age_s()}
     began = time.monotonic()
     args = arguments(__doc__)
     dist.init_process_group("gloo")
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     events = Events(args.events, rank)
-    events.emit("worker_started", t=psutil.Process().create_time(), pid=os.getpid(), local_rank=0)
+    events.emit("worker_started", t=time.time() - process_age_s(), pid=os.getpid(), local_rank=0)
     phases["groups"] = time.monotonic() - began
 
     began = time.monotonic()

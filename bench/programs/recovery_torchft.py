@@ -16,9 +16,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 import numpy as np
-import psutil
 import torch
-from recovery_events import Events, arguments
+from recovery_events import Events, arguments, process_age_s
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
 from gpt import GPT, GPTConfig
@@ -29,12 +28,12 @@ TIMEOUT = timedelta(seconds=5)  # of gloo: survivors wait so long for a group th
 
 
 def main() -> None:
-    phases = {"import": time.time() - psutil.Process().create_time()}
+    phases = {"import": process_age_s()}
     began = time.monotonic()
     args = arguments(__doc__)
     rank = int(os.environ["TORCHELASTIC_RUN_ID"].removeprefix("node"))
     events = Events(args.events, rank)
-    events.emit("worker_started", t=psutil.Process().create_time(), pid=os.getpid(), local_rank=0)
+    events.emit("worker_started", t=time.time() - process_age_s(), pid=os.getpid(), local_rank=0)
 
     torch.manual_seed(args.seed)
     net = GPT(GPTConfig(num_layers=args.num_layers, width=args.width, context=args.context))

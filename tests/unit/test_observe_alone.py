@@ -1,11 +1,12 @@
 """The meter alone in one process: what it writes, what it reads back, what goes wrong."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from p2pstate.observe import RunMeter, alone
@@ -85,9 +86,9 @@ def test_alone_counts_a_step_that_raises_as_in_vain(tmp_path: Path) -> None:
 
 
 def test_alone_counts_a_process_from_its_start_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lived_s = time.time() - psutil.Process().create_time()
-    for name, lives_s in (("first", lived_s), ("second", 0.0)):
+    for name in ("first", "second"):
         monkeypatch.setattr(alone, "_counts_process", name == "first")
+        lives_s = alone._process_age_s() if name == "first" else 0.0
         before = time.monotonic()
         with RunMeter(tmp_path / name, rank=0) as meter:
             with meter.step(1):
@@ -96,6 +97,16 @@ def test_alone_counts_a_process_from_its_start_and_once(tmp_path: Path, monkeypa
             took_s = time.monotonic() - before
         assert lives_s <= found.seconds["startup"] <= lives_s + took_s + 0.1
         assert found.wall_s == pytest.approx(found.seconds["startup"], abs=took_s)
+
+
+def test_age_of_a_process_is_what_a_clock_beside_it_says() -> None:
+    """Also while the second in which the machine booted is not known to a fraction."""
+    code = "import time; from p2pstate.observe import alone; print(alone._process_age_s(), time.monotonic())"
+    before = time.monotonic()
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60).stdout
+    age_s, then = map(float, out.split())
+    assert 0 < age_s < then - before + 0.02
+    assert alone._process_age_s() > age_s
 
 
 def test_alone_takes_its_rank_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
