@@ -254,26 +254,22 @@ class Agent:
             self.events.emit(f"member_{change.kind.value}", member=name, reason=change.reason)
 
     def on_message(self, sender: MemberKey, kind: str, body: Any) -> None:
-        if kind == "abort" and isinstance(body, list) and len(body) == 3:
-            self._ranks.abort(int(body[0]), str(body[1]), cause=str(body[2]), tell_others=False)
-        elif kind == completion.KIND:
-            self._completion.heard(body)
-        elif kind in ("hang_ask", "hang_answer", "hung"):
-            with suppress(ValueError):  # of another version of this program
+        with suppress(KeyError, TypeError, ValueError):  # of another version of this program
+            if kind == "abort" and isinstance(body, list) and len(body) == 3:
+                self._ranks.abort(int(body[0]), str(body[1]), cause=str(body[2]), tell_others=False)
+            elif kind == completion.KIND:
+                self._completion.heard(body)
+            elif kind in ("hang_ask", "hang_answer", "hung"):
                 self._watchdog.receive(sender, kind, body)
-        elif kind in ("look", "seen"):
-            with suppress(TypeError, ValueError):  # of another version of this program
+            elif kind in ("look", "seen"):
                 self._site.heard(sender, kind, body)
-        elif kind == "journal":
-            with suppress(ValueError):  # of another version of this program
+            elif kind == "journal":
                 self._journals.heard(body)
-        elif kind == "save":
-            self._saves.heard(sender, body)
-        elif kind == DATA_ENDED:
-            with suppress(TypeError, ValueError):  # of another version of this program
+            elif kind == "save":
+                self._saves.heard(sender, body)
+            elif kind == DATA_ENDED:
                 self._data_ends.heard(body)
-        elif kind == "drain":
-            with suppress(KeyError, TypeError, ValueError):  # of another version of this program
+            elif kind == "drain":
                 self._draining.heard(sender, body)
 
     def _status(self) -> dict[str, Any]:
