@@ -77,6 +77,7 @@ class Saves:
         self._told: Version | None = None  # the newest save whose end was reported here
         self._told_late: Version | None = None
         self._told_problem = ""
+        self._retained: Callable[[str], None] | None = None  # while older saves are deleted: what ends that
         self._damaged: set[str] = set()  # names of saves
         self._first_name = ""  # of all saves of this run that were begun here
         self._newest_name = ""  # of all saves of this run that this node knows of
@@ -188,6 +189,7 @@ class Saves:
         if on_end is not None:
             self._on_end = None  # of a session that ends here without being asked for any more
         if self._session is not None and self._session.version == version:
+            self._stop_retaining("another node saves this version")
             self._session = None  # another node leads it
             self._writer.drop_order()
         else:
@@ -218,8 +220,13 @@ class Saves:
             self._node.call_later(REPEAT_S, lambda: self._repeat(session))
 
     def _fail(self, error: str) -> None:
+        self._stop_retaining(error)
         if self._session is not None:
             self._do(self._session.failed(error))
+
+    def _stop_retaining(self, error: str) -> None:
+        if self._retained is not None:
+            self._retained(f"older ones could not be deleted: {error}")
 
     def _do(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -249,6 +256,39 @@ class Saves:
         assert session is not None
         self._writer.drop_order()
         self._report(session.version, action.error, action.name, action.num_bytes)
+        if session.leads and not action.error:
+            self._retain(session, action)
+        else:
+            self._over(session, action)
+
+    def _retain(self, session: Session, action: End) -> None:
+        """Older saves go, before this node's ranks, or whoever waits for the end, go on: the node may end with them."""
+        assert self._info is not None
+        assert self._target is not None
+
+        def over(problem: str) -> None:
+            if self._retained is not over:
+                return
+            self._retained = None
+            self._writer.drop_order()
+            told, self._told_problem = self._told_problem, problem
+            if problem and problem != told:
+                self._events.emit("retention_failed", problem, problem=problem)
+            self._over(session, action)
+
+        def reply(message: Message) -> None:
+            error = message["error"]
+            over(f"older ones could not be deleted: {error}" if error else message["problem"])
+
+        self._retained = over
+        where = [self._target.path, self._target.stage]
+        run = [self._info.run_id, self._info.nonce]
+        more = {"keep": self._target.keep, "first": self._first_name, "damaged": sorted(self._damaged)}
+        self._writer.order("retain", where, reply, run=run, **more)
+        left_s = max(0.0, session.deadline - time.monotonic())
+        self._node.call_later(left_s, lambda: over("older ones could not be deleted: it took too long"))
+
+    def _over(self, session: Session, action: End) -> None:
         message = {"t": "saved", "version": list(session.version), "error": action.error, "name": action.name}
         self._tell_ranks(message)
         self._start_writer()
@@ -332,30 +372,19 @@ class Saves:
         )
 
     def _publish(self, action: Publish) -> None:
-        session, info, target = self._session, self._info, self._target
+        session, info = self._session, self._info
         assert session is not None
         assert info is not None
-        assert target is not None
-
-        def published(reply: Message) -> list[Action]:
-            problem, told = reply["problem"], self._told_problem
-            self._told_problem = problem
-            if problem and problem != told:
-                self._events.emit("retention_failed", problem, problem=problem)
-            return session.published(reply["num_bytes"])
 
         self._command(
             "publish",
-            published,
+            lambda reply: session.published(reply["num_bytes"]),
             name=action.name,
             digests=[[place, digest] for place, digest in sorted(action.digests.items())],
             run=[info.run_id, info.nonce],
             version=list(session.version),
             world_size=len(session.home),
             reason=self._reason,
-            keep=target.keep,
-            first=self._first_name,
-            damaged=sorted(self._damaged),
         )
 
     def _command(self, kind: str, then: Callable[[Message], list[Action]], **fields: Any) -> None:

@@ -1,8 +1,9 @@
 """The process that touches storage, so that nothing else has to wait for it.
 
 In: over a channel from the node's agent, descriptors of slots and orders: ``begin`` (name a new save), ``write`` (this
-node's shares), ``publish`` (make it a checkpoint), each with ``where``: what remote.open_storage is given. Out: one
-reply each. Storage that is full, slow, read-only or gone costs a reply or this process, never training.
+node's shares), ``publish`` (make it a checkpoint), ``retain`` (delete older ones), each with ``where``: what
+remote.open_storage is given. Out: one reply each. Storage that is full, slow, read-only or gone costs a reply or this
+process, never training.
 
 Fate: it ends with its agent. Orders are done one after the other; an agent that does not want to wait any longer kills
 this process and starts another.
@@ -125,36 +126,36 @@ class _Writer:
         version: list[int],
         world_size: int,
         reason: str,
-        keep: int,
-        first: str,
-        damaged: list[str],
     ) -> dict[str, Any]:
-        """``first``: the name of the first save that this node has led in this run. ``damaged``: names of saves whose
-        bytes were found to be wrong."""
+        storage = self._storage(where)
+        run_id, nonce = run
+        manifest = publish_checkpoint(
+            storage, name, dict(digests), (run_id, nonce), Version(*version), world_size, time.time(), reason
+        )
+        return {"num_bytes": manifest.num_bytes}
+
+    def retain(
+        self, *, serial: int, where: list[str], run: list[str], keep: int, first: str, damaged: list[str]
+    ) -> dict[str, Any]:
+        """Delete older saves than the newest ``keep``. ``first``: the name of the first save that this node has led in
+        this run. ``damaged``: names of saves whose bytes were found to be wrong."""
         storage = self._storage(where)
         run_id, nonce = run
         us = run_id, nonce
-        manifest = publish_checkpoint(
-            storage, name, dict(digests), us, Version(*version), world_size, time.time(), reason
-        )
-        deleted, problem = [], ""
-        try:
-            existing = [
-                replace(found, problem=found.problem or "is damaged") if found.name in damaged else found
-                for found in list_checkpoints(storage)
-            ]
-            for other in written_by_others(existing, us, first)[:1]:
-                assert other.manifest is not None
-                problem = (
-                    f"another run ({other.manifest.run[0]}) writes to {storage.where} as well: only saves of this "
-                    "run are deleted, and the newest of all is what either resumes. Give each run a place of its own"
-                )
-            for found in to_delete(existing, keep, us, first):
-                delete(found)
-                deleted.append(found.name)
-        except OSError as error:  # the new one is good all the same
-            problem = f"older ones could not be deleted: {error}"
-        return {"num_bytes": manifest.num_bytes, "deleted": deleted, "problem": problem}
+        existing = [
+            replace(found, problem=found.problem or "is damaged") if found.name in damaged else found
+            for found in list_checkpoints(storage)
+        ]
+        problem = ""
+        for other in written_by_others(existing, us, first)[:1]:
+            assert other.manifest is not None
+            problem = (
+                f"another run ({other.manifest.run[0]}) writes to {storage.where} as well: only saves of this "
+                "run are deleted, and the newest of all is what either resumes. Give each run a place of its own"
+            )
+        for found in to_delete(existing, keep, us, first):
+            delete(found)
+        return {"problem": problem}
 
 
 if __name__ == "__main__":

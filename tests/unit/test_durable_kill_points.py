@@ -110,13 +110,11 @@ def save(site: Site, root: str, version: Version, patch: pytest.MonkeyPatch, poi
             "version": list(version),
             "world_size": len(PLACES),
             "reason": "test",
-            "first": name,
-            "damaged": [],
         }
+        older = {"run": what["run"], "keep": KEEP, "first": name, "damaged": []}
         return step(
-            0,
-            lambda: own.publish(serial=2, where=[root, ""], name=name, digests=digests, keep=KEEP, **what) and "",
-        )
+            0, lambda: own.publish(serial=2, where=[root, ""], name=name, digests=digests, **what) and ""
+        ) and step(0, lambda: own.retain(serial=3, where=[root, ""], **older) and "")
     finally:
         os.close(read_end)
         os.close(write_end)
@@ -179,10 +177,7 @@ def test_save_that_was_found_damaged_is_none_of_those_to_keep(tmp_path: Path) ->
     good, damaged, newest = begun(own, root)
     site.save(tmp_path / good, site.capture(10))
     site.save(tmp_path / damaged, site.capture(20))
-    version = site.capture(30)
-    digests = [[place, digest] for place, digest in site.write(tmp_path / newest, version).items()]
-    run = {"run": ["run", "nonce"], "version": list(version), "world_size": len(PLACES), "reason": "test"}
-    more = {"digests": digests, "keep": 2, "first": good, "damaged": [damaged]}
-    reply = own.publish(serial=1, where=[root, ""], name=newest, **run, **more)
-    assert reply["deleted"] == [damaged]
+    site.save(tmp_path / newest, site.capture(30))
+    older = {"run": ["run", "nonce"], "keep": 2, "first": good, "damaged": [damaged]}
+    assert own.retain(serial=1, where=[root, ""], **older) == {"problem": ""}
     assert [found.step for found in list_checkpoints(Directory(tmp_path))] == [30, 10]
