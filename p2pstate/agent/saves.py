@@ -95,11 +95,12 @@ class Saves:
     # -- what happens around
 
     def round_begins(self, info: RoundInfo) -> None:
-        """Whatever was under way belongs to a round that is over: its slots are no longer set aside."""
+        """What was under way belongs to a round that is over: its slots are no longer set aside. Only that older saves
+        are deleted goes on."""
         self._ready = None
         if self.busy and self._outlives_rounds:
             self._outlives_rounds = False
-        else:
+        elif self._retained is None:
             self._fail(f"the round ended: {info.reason}")
         self._info = info
 
