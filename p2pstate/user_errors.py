@@ -48,9 +48,12 @@ class UserErrors:
         if context.must_join or context.raised is None or (known and not discarded_anyway):
             context.failing = True
             return False
-        print(f"p2pstate: an exception in step {step}, which is discarded and tried again:", file=sys.stderr)
-        traceback.print_exception(error)
         text = describe(error)
+        if discarded_anyway:  # it may have computed with what collectives do not return any more
+            print(f"p2pstate: step {step}, discarded because of a fault, had also raised {text}", file=sys.stderr)
+        else:
+            print(f"p2pstate: an exception in step {step}, which is discarded and tried again:", file=sys.stderr)
+            traceback.print_exception(error)
         STATUS.fail(P2PStateError(f"rank {context.rank} raised {text} in step {step}"))
         leaving = isinstance(error, SystemExit | KeyboardInterrupt) or not clear_wrappers(self._models, error)
         if not discarded_anyway:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 
-from p2pstate.user_errors import clear_wrappers, describe, signature
+from p2pstate.groups.status import Status
+from p2pstate.types import NOTHING_RAISED
+from p2pstate.user_errors import UserErrors, clear_wrappers, describe, signature
 
 
 class Odd(Exception):
@@ -40,6 +45,24 @@ def test_signature_is_the_kind_and_the_place_whatever_the_text() -> None:
 def test_description_of_an_exception_that_cannot_be_shown_is_one_line() -> None:
     assert "Odd" in describe(Odd())
     assert "\n" not in describe(ValueError("two\nlines"))
+
+
+@pytest.mark.parametrize("faulted", [False, True])
+def test_exception_has_its_traceback_unless_its_step_was_discarded_anyway(
+    faulted: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, sent = Status(), []
+    status.connect(1)
+    if faulted:
+        status.fail(RuntimeError("a peer was lost"))
+    monkeypatch.setattr("p2pstate.user_errors.STATUS", status)
+    link = SimpleNamespace(send=lambda kind, **fields: sent.append(kind))
+    context: Any = SimpleNamespace(rank=3, must_join=False, raised=NOTHING_RAISED, failing=False, link=link)
+    assert UserErrors(context, []).raised(7, caught(divide, "mine"), first=False)
+    told = capsys.readouterr().err
+    assert "ZeroDivisionError: mine" in told
+    assert ("Traceback" in told, sent) == ((False, []) if faulted else (True, ["raised"]))
+    assert (told.count("\n") == 1) == faulted
 
 
 def fail_in_backward(wrap: bool) -> None:
